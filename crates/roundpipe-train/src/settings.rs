@@ -473,6 +473,7 @@ pub struct Settings {
     pub state_dtype: TypeName,
     pub lag: u64,
     pub grain: GrainName,
+    pub fp8: bool,
     pub fast_attention: bool,
 }
 
@@ -542,6 +543,7 @@ impl Default for Settings {
             state_dtype: TypeName::F32,
             lag: 0,
             grain: GrainName::Stage,
+            fp8: false,
             fast_attention: false,
         }
     }
@@ -646,6 +648,7 @@ impl Settings {
         key!(state_dtype, Fixed, "of the optimizer: f32, or bf16 for half the memory");
         key!(lag, Fixed, "0: every step sees the newest weights; 1: the update runs beside the next step (2% faster, 2 bytes a weight more)");
         key!(grain, Free, "recompute by \"stage\" or by \"layer\" (less GPU memory)");
+        key!(fp8, Fixed, "multiply projections in 8-bit floats in training: faster on GPUs from Ada on, less exact");
         key!(fast_attention, Fixed, "faster attention on GPUs whose last bits vary from run to run");
         list
     }

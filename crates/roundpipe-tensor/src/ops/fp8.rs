@@ -47,6 +47,13 @@ pub struct ProjectionInput {
     rows: Option<Fp8Rows>,
 }
 
+impl ProjectionInput {
+    /// The tensor as it was given.
+    pub fn tensor(&self) -> &Tensor {
+        &self.x
+    }
+}
+
 impl Cx {
     /// The rows of x [r, c] as codes and scales, without a gradient: r and c are multiples of 16. The
     /// transpose of a dense matrix is quantised where it lies.

@@ -29,6 +29,8 @@ pub(crate) struct Model {
     pub resident: bool,
     /// Whether weights are only read.
     pub inference: bool,
+    /// Whether projections run in fp8, in training.
+    pub fp8: bool,
     /// What is registered now; a call takes it as it is.
     pub hooks: Mutex<Arc<Hooks>>,
 }
