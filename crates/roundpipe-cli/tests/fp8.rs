@@ -80,7 +80,14 @@ fn what_fp8_does_not_go_with_is_refused() {
     let out = room.path("out");
     let train = |data: &str, more: &[&str]| {
         let words = [
-            "train", &model, data, "--fp8", "--out", &out, "--devices", "cpu",
+            "train",
+            &model,
+            data,
+            "--fp8",
+            "--out",
+            &out,
+            "--devices",
+            "cpu",
         ];
         program(&[&words[..], more].concat())
     };
@@ -102,11 +109,23 @@ fn bench_and_plan_know_fp8() {
         serde_json::from_str(text(&output.stdout).lines().last().unwrap()).unwrap()
     };
     let tiny = [
-        "bench", "tiny", "--batch", "2", "--seq", "32", "--steps", "1", "--warm-up", "0",
+        "bench",
+        "tiny",
+        "--batch",
+        "2",
+        "--seq",
+        "32",
+        "--steps",
+        "1",
+        "--warm-up",
+        "0",
     ];
     let timed = |more: &[&str]| last(&[&tiny[..], &["--devices", "cpu"], more].concat());
     let (with, without) = (timed(&["--fp8"]), timed(&[]));
-    assert_eq!((&with["fp8"], &without["fp8"]), (&true.into(), &false.into()));
+    assert_eq!(
+        (&with["fp8"], &without["fp8"]),
+        (&true.into(), &false.into())
+    );
     let loss = |line: &Value| line["loss"].as_f64().unwrap();
     assert!(loss(&with) != loss(&without), "{with} {without}");
     assert!((loss(&with) / loss(&without) - 1.0).abs() < 0.01);

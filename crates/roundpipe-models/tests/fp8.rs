@@ -1,12 +1,15 @@
 //! Training with projections in fp8: the same bits on any workers, grain and memory; what takes no
 //! part; what is refused.
 
+#[path = "../../roundpipe-tensor/tests/support/skip.rs"]
+mod skip;
+
 use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    AttentionRate, Bytes, CostModel, Cpu, DType, Device, DeviceKind, Grain, HostTensor, Inputs,
-    KernelRates, Lag, Meta, Params, RingOptions, RoundPipe, Rule, RunConfig, Update,
+    AttentionRate, Bytes, CostModel, Cpu, Cuda, DType, Device, DeviceKind, Grain, HostTensor,
+    Inputs, KernelRates, Lag, Meta, Params, RingOptions, RoundPipe, Rule, RunConfig, Update,
 };
 use roundpipe_models::{LoraConfig, Model, preset};
 use roundpipe_tensor::SimWorld;
@@ -109,6 +112,35 @@ fn workers_and_grains_change_no_bit() {
             let engine = engine(&model, true, sims, Grain::Layer, memory).unwrap();
             let got = train(model, &engine);
             assert_eq!(got, want, "{case}: {workers} simulated workers");
+        }
+    }
+}
+
+/// A GPU trains to the same bits however it is run, to losses near the processor's. Without one this
+/// is skipped, and says so.
+#[test]
+fn a_gpu_trains_to_the_same_bits_however_it_is_run() {
+    let want = trained(true, model());
+    let mut first = None;
+    for count in [1, 2] {
+        for grain in [Grain::Stage, Grain::Layer] {
+            let workers = match Cuda::workers(0, count) {
+                Ok(workers) if workers[0].lacks_fp8().is_none() => workers,
+                Ok(workers) => {
+                    return skip::skipped("fp8 on a GPU", &workers[0].lacks_fp8().unwrap());
+                }
+                Err(error) => return skip::skipped("fp8 on a GPU", &error.to_string()),
+            };
+            let devices = workers.into_iter().map(|worker| worker as Arc<dyn Device>);
+            let model = model();
+            let engine = engine(&model, true, devices.collect(), grain, Bytes::gib(2)).unwrap();
+            let got = train(model, &engine);
+            for (got, want) in got.0.iter().zip(&want.0) {
+                let (got, want) = (f64::from_bits(*got), f64::from_bits(*want));
+                assert!((got / want - 1.0).abs() < 0.02, "{got} and {want}");
+            }
+            let first = first.get_or_insert_with(|| got.clone());
+            assert_eq!(&got, first, "{count} workers, {grain:?}");
         }
     }
 }
