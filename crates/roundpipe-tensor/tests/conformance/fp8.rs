@@ -246,14 +246,14 @@ fn on_gpu(name: &str, inputs: &[Input], dtype: DType, expected: &Outcome) {
         6e-3,
     );
     let before = gpu.usage();
-    run(gpu, inputs, dtype, &linear, true).unwrap();
+    walk(gpu, inputs, dtype).unwrap();
     let made = gpu.usage().allocations - before.allocations;
     let meta = Worker::new(Meta::like(DeviceKind::Cuda), Bytes(1 << 60)).unwrap();
     walk(&meta, inputs, dtype).unwrap();
     assert_eq!(meta.usage().allocations, made, "{what}: allocations");
 }
 
-/// Forward and backward as `run` does them, without reading a value.
+/// Forward and backward without reading a value.
 fn walk(worker: &Worker, inputs: &[Input], dtype: DType) -> Result<()> {
     let mut cx = Cx::new(worker, true, true);
     let tensors = inputs
