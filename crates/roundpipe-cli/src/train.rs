@@ -43,6 +43,9 @@ pub struct RunArgs {
     /// What is learned: sft (tokens), or from rows with `chosen` and `rejected` dpo or orpo
     #[arg(long, value_name = "METHOD", value_parser = ["sft", "dpo", "orpo", "full", "lora"], hide_possible_values = true)]
     method: Option<String>,
+    /// Multiply projections in 8-bit floats: faster on GPUs from Ada (RTX 40) on, less exact
+    #[arg(long)]
+    fp8: bool,
     /// The run's folder [default: runs/MODEL-DATA]
     #[arg(long)]
     out: Option<PathBuf>,
@@ -155,6 +158,9 @@ impl RunArgs {
         }
         if self.lora {
             given.put("method", "lora", "--lora".into())?;
+        }
+        if self.fp8 {
+            given.put("fp8", true, "--fp8".into())?;
         }
         let as_text = |path: &PathBuf| {
             let what = "--out is no UTF-8 text; choose another folder";

@@ -13,6 +13,7 @@ pub(crate) mod access;
 mod attention;
 mod costs;
 pub(crate) mod elementwise;
+mod fp8;
 pub(crate) mod gemm;
 mod image;
 mod index;
@@ -233,6 +234,7 @@ fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize
         Kernel::Conv2d(_) | Kernel::Conv2dGradInput(_) | Kernel::Conv2dGradFilter { .. } => {
             image::scratch(kernel, src, dst)
         }
+        Kernel::Fp8MatMul { .. } => fp8::scratch(src, dst),
         Kernel::AttentionGrad(_) => attention::scratch(kernel, src, dst),
         Kernel::Reduce { .. } => reduce::scratch(kernel, src, dst),
         Kernel::RmsNorm { .. }

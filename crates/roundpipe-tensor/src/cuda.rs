@@ -40,6 +40,7 @@ mod device;
 mod elementwise;
 mod event;
 mod faults;
+mod fp8;
 mod graph;
 mod image;
 mod index;
@@ -58,6 +59,9 @@ mod rope;
 pub(crate) use costs::WITH_CUDNN;
 pub use device::Cuda;
 pub use ops::units;
+
+/// The first compute capability whose tensor cores multiply 8-bit floats: Ada's.
+const FP8_CARD: i32 = 89;
 
 #[cfg(test)]
 mod tests;

@@ -43,6 +43,7 @@ pub struct Cx {
     updates: Vec<(Param, Tensor)>,
     recompute: Recompute,
     output_gradient: Option<f64>,
+    fp8: bool,
 }
 
 /// What this pass has to do with a recompute of the same layer.
@@ -81,6 +82,7 @@ impl Cx {
             updates: Vec::new(),
             recompute: Recompute::Never,
             output_gradient: None,
+            fp8: false,
         }
     }
 
@@ -112,6 +114,20 @@ impl Cx {
     /// gradients at once, as [`Cx::linear_cross_entropy_at_once`] does.
     pub fn output_gradient(&self) -> Option<f64> {
         self.output_gradient.filter(|_| self.is_recording())
+    }
+
+    /// The same context with fp8 asked for or not: linear maps that layers compute by
+    /// [`Cx::projection`] then multiply 8-bit floats in training.
+    #[must_use]
+    pub fn with_fp8(mut self, fp8: bool) -> Self {
+        self.fp8 = fp8;
+        self
+    }
+
+    /// Whether projections run in fp8: where it was asked for, in training. Without training the
+    /// weights count as they are saved, so that a validation measures the model that a user gets.
+    pub fn uses_fp8(&self) -> bool {
+        self.fp8 && self.training
     }
 
     /// Keeps values for the recompute of this layer, so that it need not compute them again: at

@@ -264,6 +264,12 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         self.id().kind.into()
     }
 
+    /// Why this device does not multiply 8-bit floats by hardware, in one line that names it. `None`
+    /// where it does, and where a reference computes them ([`fp8`](crate::fp8)).
+    fn lacks_fp8(&self) -> Option<String> {
+        None
+    }
+
     /// Whether memory of this device has contents. A device that only counts moves no bytes, and
     /// values that come from it have none.
     fn moves_bytes(&self) -> bool {

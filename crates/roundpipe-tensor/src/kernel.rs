@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::fp8::Fp8;
 use crate::quant::Quantization;
 use crate::rng::RngKey;
 use crate::shape::{Layout, Shape};
@@ -439,6 +440,24 @@ pub enum Kernel {
         accumulate: bool,
     },
 
+    /// `[a: u8 [m, k], a's scales: f32 [m], b: u8 [n, k], b's scales: f32 [n], bias?: T [n]] -> [c: T
+    /// [m, n]]`: c = (sum over k of decode(a) · decode(b)ᵀ) · scale of a's row · scale of b's row +
+    /// bias, in f32, rounded once to T (f32, bf16 or f16). Both sides lie with k side by side, which
+    /// is what tensor cores take. All contiguous; k and n are multiples of 16. Sums of the library
+    /// on a GPU may be less exact than f32's where the left side is E4M3 (fast accumulation).
+    Fp8MatMul {
+        /// The format of a.
+        left: Fp8,
+        /// The format of b.
+        right: Fp8,
+    },
+
+    // ---- quantised rows; see `fp8` ----
+    /// `[x: T [r, c], dense or the transpose of a dense matrix] -> [codes: u8 [r, c], scales: f32
+    /// [r]]`: a scale per row by [`Fp8::scale`], and x divided by it, rounded once. T is f32, bf16 or
+    /// f16; r and c are multiples of 16 where x is transposed, c where it is not.
+    QuantizeRows(Fp8),
+
     // ---- quantised weights; see `quant` ----
     /// Int8: `[codes: u8 [.., n, k], factors: f32 [.., n]] -> [w: [.., n, k]]`; Nf4, a stack of p
     /// matrices with b blocks each: `[codes: u8 [.., n, k/2], magnitudes: u8 [p, b] (or f32: as they
@@ -678,10 +697,11 @@ impl Kernel {
             | Self::Gather { .. }
             | Self::ScatterAdd { .. }
             | Self::CacheWrite => Family::Index,
-            Self::MatMul { .. } | Self::GroupedMatMul | Self::GroupedMatMulGrad { .. } => {
-                Family::Product
-            }
-            Self::Dequantize(_) => Family::Quantized,
+            Self::MatMul { .. }
+            | Self::GroupedMatMul
+            | Self::GroupedMatMulGrad { .. }
+            | Self::Fp8MatMul { .. } => Family::Product,
+            Self::Dequantize(_) | Self::QuantizeRows(_) => Family::Quantized,
             Self::RmsNorm { .. }
             | Self::RmsNormGrad { .. }
             | Self::LayerNorm { .. }
@@ -741,6 +761,8 @@ impl Kernel {
             Self::MatMul { .. } => "matmul",
             Self::GroupedMatMul => "grouped_matmul",
             Self::GroupedMatMulGrad { .. } => "grouped_matmul_grad",
+            Self::Fp8MatMul { .. } => "fp8_matmul",
+            Self::QuantizeRows(_) => "quantize_rows",
             Self::Dequantize(_) => "dequantize",
             Self::RmsNorm { .. } => "rms_norm",
             Self::RmsNormGrad { .. } => "rms_norm_grad",

@@ -36,6 +36,7 @@ pub mod nvtx;
 pub mod pins;
 pub mod rng;
 
+pub mod fp8;
 pub mod quant;
 
 pub mod kernel;
@@ -75,6 +76,7 @@ pub use device::{CostModel, Device, DeviceId, DeviceKind, Faults, LaneKind};
 pub use disk_space::DiskSpace;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
+pub use fp8::Fp8;
 pub use half::{bf16, f16};
 pub use host::{HostBuf, HostMut, HostRef, Pin};
 pub use host_tensor::{Hits, HostTensor};

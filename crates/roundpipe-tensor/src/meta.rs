@@ -234,6 +234,12 @@ unsafe impl Device for Meta {
         self.like
     }
 
+    fn lacks_fp8(&self) -> Option<String> {
+        let rates = self.like.rates()?;
+        let what = || format!("the device that {} stands for has no fp8", self.id());
+        rates.fp8_products.is_none().then(what)
+    }
+
     fn moves_bytes(&self) -> bool {
         false
     }

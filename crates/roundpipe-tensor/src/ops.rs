@@ -10,6 +10,7 @@ mod attention;
 mod cache;
 mod custom;
 mod decode;
+mod fp8;
 mod image;
 mod index;
 mod loss;
@@ -24,6 +25,7 @@ mod shape;
 
 pub use attention::Attention;
 pub use decode::{LinearMap, NewHeads, NormWeight};
+pub use fp8::{Fp8Rows, ProjectionInput};
 pub use loss::{CrossEntropy, Reduction};
 pub use moe::{Experts, MoeOptions, RouteWeights, Routing};
 pub use norm::BatchNorm;

@@ -13,6 +13,8 @@ use crate::kernel::{AttentionSpec, Kernel, View};
 pub struct KernelRates {
     /// Dense products of many rows.
     pub products: f64,
+    /// Dense products of 8-bit floats; `None` for a device that has none.
+    pub fp8_products: Option<f64>,
     /// Products of groups of rows, one per expert.
     pub grouped_products: f64,
     /// Attention by the vendor's library.
@@ -78,6 +80,9 @@ impl KernelRates {
             | Kernel::Conv2d(_)
             | Kernel::Conv2dGradInput(_)
             | Kernel::Conv2dGradFilter { .. } => return Some(self.products),
+            Kernel::Fp8MatMul { .. } => {
+                return Some(self.fp8_products.unwrap_or(self.products));
+            }
             Kernel::GroupedMatMul | Kernel::GroupedMatMulGrad { .. } => {
                 return Some(self.grouped_products);
             }

@@ -42,6 +42,7 @@ pub(crate) fn flops(
             let rank = src[0].as_ref().map_or(2, |v| v.shape().rank());
             twice(written, dim(src, 0, rank - 1))
         }
+        Kernel::Fp8MatMul { .. } => twice(written, dim(src, 0, 1)),
         Kernel::GroupedMatMul => twice(written, dim(src, 0, 1)),
         Kernel::GroupedMatMulGrad { .. } => twice(size(&src[0]), dim(src, 1, 1)),
         Kernel::Attention(spec) => {

@@ -56,12 +56,17 @@ pub(crate) fn model_lines(ready: &Ready) -> Vec<String> {
     let model = &ready.trained.model;
     vec![
         format!(
-            "{}: {} parameters, {} of them trained ({}), {}",
+            "{}: {} parameters, {} of them trained ({}), {}{}",
             model_name(ready),
             parameters(ready),
             trained_parameters(ready),
             method(ready),
             model.dtype(),
+            if settings.fp8 {
+                ", projections in fp8"
+            } else {
+                ""
+            },
         ),
         format!(
             "{} steps of {} {} {} tokens; {} at {:e}, {}",

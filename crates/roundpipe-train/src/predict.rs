@@ -254,6 +254,9 @@ fn predict_by(
         is_host: machine.is_host,
     };
     let (settings, data) = subject.resolve(settings, &place)?;
+    if settings.fp8 {
+        machine.check_fp8()?;
+    }
     let model = subject.model(&settings)?;
     let batch = Arc::new(batch(&settings, data.context, &model)?);
     let host = Host::of(&model, &settings, subject.has_files());

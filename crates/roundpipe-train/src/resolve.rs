@@ -379,6 +379,7 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
     if settings.quantize.is_some() && settings.method == Method::Full {
         return refuse("quantize: quantized weights are not trained; add --lora".into());
     }
+    check_fp8(settings, config)?;
     if warmup > steps {
         return refuse(format!(
             "warmup {warmup} is longer than the run of {steps} steps; choose fewer"
@@ -438,6 +439,28 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
     }
     if settings.schedule == Schedule::StableThenDecay && settings.decay == 0.0 {
         return refuse("decay must be above 0 for schedule wsd".into());
+    }
+    Ok(())
+}
+
+/// Refuses fp8 where it would do nothing, or where two things would be compared of which only one
+/// has it.
+fn check_fp8(settings: &Settings, config: &ModelConfig) -> Result<()> {
+    let refuse = |what: &str| Err(Error::Usage(what.into()));
+    if !settings.fp8 {
+        return Ok(());
+    }
+    if settings.quantize.is_some() || config.quantization().is_some() {
+        return refuse(
+            "fp8: quantized weights are multiplied as they widen, without fp8; leave fp8 or the \
+             quantized weights out",
+        );
+    }
+    if settings.objective == Objective::Dpo {
+        return refuse(
+            "fp8: dpo compares with a reference that is computed without fp8; leave fp8 out, or use \
+             orpo, which has none",
+        );
     }
     Ok(())
 }

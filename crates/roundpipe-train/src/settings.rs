@@ -475,6 +475,7 @@ pub struct Settings {
     pub grain: GrainName,
     /// Whether nothing is kept for recomputes.
     pub recompute_all: bool,
+    pub fp8: bool,
     pub fast_attention: bool,
 }
 
@@ -545,6 +546,7 @@ impl Default for Settings {
             lag: 0,
             grain: GrainName::Stage,
             recompute_all: false,
+            fp8: false,
             fast_attention: false,
         }
     }
@@ -650,6 +652,7 @@ impl Settings {
         key!(lag, Fixed, "0: every step sees the newest weights; 1: the update runs beside the next step (2% faster, 2 bytes a weight more)");
         key!(recompute_all, Free, "keep no results of forwards for their recompute (slower, less GPU memory)");
         key!(grain, Free, "recompute by \"stage\" or by \"layer\" (less GPU memory)");
+        key!(fp8, Fixed, "multiply projections in 8-bit floats in training: faster on GPUs from Ada on, less exact");
         key!(fast_attention, Fixed, "faster attention on GPUs whose last bits vary from run to run");
         list
     }

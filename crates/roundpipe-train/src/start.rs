@@ -393,6 +393,7 @@ pub(crate) fn build(
         .groups(groups(settings))
         .optim_dtype(settings.state_dtype.into())
         .max_lag(lag(settings))
+        .fp8(settings.fp8)
         .devices(devices.to_vec())
         .ring_options(RingOptions {
             memory: settings.gpu_memory,

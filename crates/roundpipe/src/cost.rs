@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::plan::{Pass, Stage};
 
 pub use from_shapes::profile;
-pub(crate) use from_shapes::{Spec, model_costs};
+pub(crate) use from_shapes::{CostMode, Spec, model_costs};
 pub use measured::{CopyRates, LayerTime, LayerTimes, Phase, WorkerSpeeds};
 
 /// What a loss works in, in sizes of the model's output: its gradient, and two values in single

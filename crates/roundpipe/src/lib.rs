@@ -99,7 +99,7 @@ pub use roundpipe_tensor::{
     AttentionRate, Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, DiskSpace,
     Element, Gradients, Hits, HostBuf, HostMut, HostRef, HostTensor, Keeper, KernelRates, Meta,
     Param, ParamId, Pin, Pins, Quantization, Recording, RngKey, RngSite, Shape, Tensor, Worker,
-    bf16, f16, host_memory, kernel, ops, quant,
+    bf16, f16, fp8, host_memory, kernel, ops, quant,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::{GradScaler, ScalerState};

@@ -2,7 +2,7 @@
 
 use roundpipe::kernel::RopeStyle;
 use roundpipe::nn::RmsNorm;
-use roundpipe::ops::{Attention, NewHeads};
+use roundpipe::ops::{Attention, NewHeads, ProjectionInput};
 use roundpipe::{
     Cx, DType, Layer, Module, Param, ParamVisitor, Params, Quantization, Tensor, TensorResult, Tree,
 };
@@ -201,11 +201,11 @@ impl Block {
     fn heads(
         &self,
         cx: &mut Cx,
-        x: &Tensor,
+        input: &ProjectionInput,
         (project, count, norm): (&Projection, usize, Option<&RmsNorm>),
         positions: Option<&Tensor>,
     ) -> TensorResult<Tensor> {
-        let flat = project.forward(cx, x)?;
+        let flat = project.project(cx, input)?;
         let split = self.split(cx, &flat, count)?;
         drop(flat);
         let (cos, sin) = (cx.get(&self.rope.cos)?, cx.get(&self.rope.sin)?);
@@ -245,9 +245,12 @@ impl Block {
             .qk
             .as_ref()
             .map_or((None, None), |(q, k)| (Some(q), Some(k)));
-        let q = self.heads(cx, x, (&self.q, self.heads, q_norm), positions.as_ref())?;
-        let mut k = self.heads(cx, x, (&self.k, self.kv_heads, k_norm), positions.as_ref())?;
-        let flat = self.v.forward(cx, x)?;
+        let positions = positions.as_ref();
+        let input = cx.projection_input(x)?;
+        let q = self.heads(cx, &input, (&self.q, self.heads, q_norm), positions)?;
+        let mut k = self.heads(cx, &input, (&self.k, self.kv_heads, k_norm), positions)?;
+        let flat = self.v.project(cx, &input)?;
+        drop(input);
         let mut v = self.split(cx, &flat, self.kv_heads)?;
         drop(flat);
         // Where the last of a row's tokens stands, where that is known to the device alone or the
@@ -284,7 +287,8 @@ impl Block {
         let width = (self.heads * self.head_dim) as isize;
         let flat = cx.reshape(&mixed, &[x.dims()[0] as isize, x.dims()[1] as isize, width])?;
         drop(mixed);
-        self.o.forward(cx, &flat)
+        let input = cx.projection_input(&flat)?;
+        self.o.project(cx, &input)
     }
 
     fn attention<'t>(&self, sinks: Option<&'t Tensor>) -> Attention<'t> {
@@ -511,11 +515,13 @@ impl Unit {
         match self {
             Self::Sparse(experts) => experts.forward(cx, &x, flow),
             Self::Dense { gate, up, down } => {
-                let (gated, upped) = (gate.forward(cx, &x)?, up.forward(cx, &x)?);
-                drop(x);
+                let input = cx.projection_input(&x)?;
+                let (gated, upped) = (gate.project(cx, &input)?, up.project(cx, &input)?);
+                drop((x, input));
                 let inner = cx.swiglu(&gated, &upped)?;
                 drop((gated, upped));
-                down.forward(cx, &inner)
+                let input = cx.projection_input(&inner)?;
+                down.project(cx, &input)
             }
         }
     }

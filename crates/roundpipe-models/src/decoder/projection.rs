@@ -1,6 +1,6 @@
 //! A linear map, or one per expert, that may carry a trainable low-rank branch.
 
-use roundpipe::ops::Lora;
+use roundpipe::ops::{Lora, ProjectionInput};
 use roundpipe::{Cx, Module, Param, ParamVisitor, Params, Tensor, TensorResult};
 
 use super::{Maker, Weight};
@@ -14,6 +14,18 @@ pub(crate) struct Adapter {
     pub(crate) b: Param,
     pub(crate) scale: f64,
     pub(crate) dropout: f64,
+}
+
+impl Adapter {
+    /// The branch with its matrices on a worker.
+    fn branch<'t>(&self, a: &'t Tensor, b: &'t Tensor) -> Lora<'t> {
+        Lora {
+            a,
+            b,
+            scale: self.scale,
+            dropout: self.dropout,
+        }
+    }
 }
 
 /// y = x Wᵀ + b, plus the branch.
@@ -57,6 +69,20 @@ impl Projection {
             }
         };
         Ok((weight, bias))
+    }
+
+    /// As [`Projection::forward`], in fp8 where the engine asks for it and the weight is whole.
+    pub(crate) fn project(&self, cx: &mut Cx, input: &ProjectionInput) -> TensorResult<Tensor> {
+        let Weight::Whole(weight) = &self.weight else {
+            return self.forward(cx, input.tensor());
+        };
+        let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
+        let weight = cx.get(weight)?;
+        let Some(adapter) = &self.adapter else {
+            return cx.projection(input, &weight, bias.as_ref());
+        };
+        let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
+        cx.projection_lora(input, &weight, bias.as_ref(), adapter.branch(&a, &b))
     }
 
     /// Rows sorted by expert, `offsets` between them, times each expert's matrix.
@@ -115,6 +141,8 @@ impl Params for Projection {
 }
 
 impl Module for Projection {
+    /// In the working type, for a router; those that take part in fp8 are computed by
+    /// [`Projection::project`].
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
         let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
         let bias = bias.as_ref();
@@ -129,12 +157,7 @@ impl Module for Projection {
             };
         };
         let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
-        let lora = Lora {
-            a: &a,
-            b: &b,
-            scale: adapter.scale,
-            dropout: adapter.dropout,
-        };
+        let lora = adapter.branch(&a, &b);
         match weight {
             Ok(weight) => cx.linear_lora(x, &weight, bias, lora),
             Err(weight) => cx.linear_lora_quantized(x, weight.parts(), bias, lora),

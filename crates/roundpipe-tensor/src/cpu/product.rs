@@ -1,6 +1,7 @@
 //! Matrix products: turns views into calls of [`gemm`](super::gemm).
 
 use super::access::{Call, Float, for_float, slice};
+use super::fp8;
 use super::gemm::{self, Mat, MatMut, Product};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -16,6 +17,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::MatMul { alpha, beta } => matmul(call, *alpha, *beta),
+            Kernel::Fp8MatMul { left, right } => fp8::matmul(call, *left, *right),
             Kernel::GroupedMatMul => grouped(call),
             Kernel::GroupedMatMulGrad { accumulate } => grouped_grad(call, *accumulate),
             _ => Err(call.unsupported()),

@@ -1,6 +1,8 @@
-//! Widens quantised weights: codes and scales to values of a float type.
+//! Widens quantised weights, codes and scales to values of a float type; rows of fp8 are in
+//! [`fp8`].
 
 use super::access::{Call, Float, Real, SharedSlice, for_float, slice, slice_mut};
+use super::fp8;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernel::Kernel;
@@ -23,6 +25,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::Dequantize(Quantization::Nf4) => {
                 for_float!(call, call.dst(0).dtype, T => nf4::<T>(call))
             }
+            Kernel::QuantizeRows(format) => fp8::quantize(call, *format),
             _ => Err(call.unsupported()),
         }
     }

@@ -308,6 +308,16 @@ pub(super) fn too_old((major, minor): (i32, i32)) -> Option<String> {
     (major * 10 + minor < library::OLDEST_CARD as i32).then(what)
 }
 
+/// Why a card of this compute capability does not multiply 8-bit floats.
+pub(super) fn lacks_fp8(name: &str, (major, minor): (i32, i32)) -> Option<String> {
+    let what = || {
+        format!(
+            "{name} has no fp8: compute capability {major}.{minor}, and 8.9 (Ada) or newer is needed"
+        )
+    };
+    (major * 10 + minor < super::FP8_CARD).then(what)
+}
+
 /// The card itself, in errors that concern all its workers.
 pub(super) fn card(index: u32) -> DeviceId {
     DeviceId {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use cudarc::driver::result;
 
-use super::context::{Gpu, card, failed, find, too_old};
+use super::context::{Gpu, card, failed, find, lacks_fp8, too_old};
 use super::costs::cost_model;
 use super::faults::ErrorWord;
 use super::graph::CudaGraph;
@@ -200,6 +200,10 @@ unsafe impl Device for Cuda {
 
     fn cost_model(&self) -> CostModel {
         cost_model(attention::may_take_backward(self.gpu.capability))
+    }
+
+    fn lacks_fp8(&self) -> Option<String> {
+        lacks_fp8(&self.name(), self.gpu.capability)
     }
 
     fn memory(&self) -> Bytes {

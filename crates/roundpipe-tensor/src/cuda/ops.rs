@@ -12,7 +12,8 @@ use super::costs::MIN_GEMM_ROWS;
 use super::faults::ErrorWord;
 use super::lane::CudaLane;
 use super::{
-    attention, decode, elementwise, image, index, loss, moe, norm, product, quantized, reduce, rope,
+    attention, decode, elementwise, fp8, image, index, loss, moe, norm, product, quantized, reduce,
+    rope,
 };
 use crate::device::{Faults, Lane, Ops};
 use crate::error::{Error, Result};
@@ -110,9 +111,10 @@ pub(super) fn scratch(
             reduce::scratch(kernel, src, dst)
         }
         K::IndexAdd { .. } | K::ScatterAdd { .. } => index::scratch(kernel, src, dst),
-        K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => {
+        K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } | K::Fp8MatMul { .. } => {
             product::scratch(kernel, src, dst)
         }
+        K::QuantizeRows(_) => fp8::scratch(src),
         K::RmsNormGrad { .. }
         | K::LayerNormGrad { .. }
         | K::GroupNorm { .. }
@@ -146,6 +148,7 @@ pub fn units() -> Vec<Unit> {
         index::units(),
         product::units(),
         quantized::units(),
+        fp8::units(),
         norm::units(),
         rope::units(),
         attention::units(),

@@ -1,5 +1,5 @@
-//! Matrix products: cuBLASLt for whole products, tensor-core kernels of our own for products of
-//! groups.
+//! Matrix products: cuBLASLt for whole products, in 8-bit floats too ([`fp8`]), tensor-core kernels
+//! of our own for products of groups.
 //!
 //! A [`ProductMethod`] is chosen from shapes, strides and types alone, so that the scratch it wants
 //! is known before the memory is: the library where both operands lie as it wants them; the library
@@ -16,6 +16,7 @@
 //!   measured and stored at the first call of a shape ([`tune`]); only that call waits.
 //! - `c` is not read when beta is 0, and is written even where there is nothing to sum.
 
+mod fp8;
 mod grouped;
 mod lt;
 mod tune;
@@ -49,6 +50,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::MatMul { alpha, beta } => matmul(call, *alpha, *beta),
+            Kernel::Fp8MatMul { left, right } => fp8::matmul(call, *left, *right),
             Kernel::GroupedMatMul => grouped::forward(call),
             Kernel::GroupedMatMulGrad { accumulate } => grouped::gradient(call, *accumulate),
             _ => Err(Error::invalid(call.kernel.name(), "is no product")),
@@ -57,6 +59,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 }
 
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+    if let Kernel::Fp8MatMul { .. } = kernel {
+        return fp8::scratch(dst);
+    }
     let (Kernel::MatMul { .. }, [Some(a), Some(b), ..], [Some(c), ..]) = (kernel, src, dst) else {
         return 0;
     };
@@ -80,7 +85,8 @@ pub(super) fn units() -> Vec<Unit> {
         ]
     });
     let copies = [2, 4, 8].map(dense);
-    plain.chain(copies).chain(grouped::units()).collect()
+    let plain = plain.chain(copies).chain(grouped::units());
+    plain.chain(fp8::units()).collect()
 }
 
 /// 1 for types that are narrower than their accumulator.

@@ -6,6 +6,7 @@
 
 use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
+use super::fp8;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -34,6 +35,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
         match call.kernel {
             Kernel::Dequantize(Quantization::Int8) => int8(call),
             Kernel::Dequantize(Quantization::Nf4) => nf4(call),
+            Kernel::QuantizeRows(format) => fp8::quantize(call, *format),
             _ => Err(Error::invalid(
                 call.kernel.name(),
                 "widens no quantised weight",

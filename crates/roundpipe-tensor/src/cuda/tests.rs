@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUresult as E;
 
 use super::call::Args;
 use super::compile::{Table, Unit};
-use super::context::{is_fatal, too_old};
+use super::context::{is_fatal, lacks_fp8, too_old};
 use crate::dtype::DType;
 use crate::kernel::View;
 use crate::shape::Shape;
@@ -59,6 +59,22 @@ fn unit(width: usize) -> Unit {
         .with("STAGE_T", "double")
         .with("WIDTH", width)
         .with("FAST", u8::from(true))
+}
+
+/// fp8 begins with Ada, and a card without it is named.
+#[test]
+fn cards_before_ada_have_no_fp8() {
+    for capability in [(8, 0), (8, 6), (8, 7)] {
+        let why = lacks_fp8("NVIDIA A100", capability).unwrap();
+        let number = format!("{}.{}", capability.0, capability.1);
+        assert!(
+            why.starts_with("NVIDIA A100 has no fp8") && why.contains(&number),
+            "{why}"
+        );
+    }
+    for capability in [(8, 9), (9, 0), (10, 0), (12, 0)] {
+        assert_eq!(lacks_fp8("a card", capability), None);
+    }
 }
 
 /// Cards of before Ampere are refused by their capability, and it is said which.

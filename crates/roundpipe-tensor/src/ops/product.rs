@@ -313,7 +313,7 @@ pub(super) fn affine(
 }
 
 /// dW += dyᵀ x for input `i` of a node.
-fn weight_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor, x: &Tensor) -> Result<()> {
+pub(super) fn weight_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor, x: &Tensor) -> Result<()> {
     let sink = bx.sink(i)?;
     let beta = f64::from(u8::from(sink.accumulate));
     multiply_into(bx.worker(), &transposed(dy), x, &sink.tensor, 1.0, beta)?;

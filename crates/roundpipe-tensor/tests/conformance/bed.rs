@@ -86,6 +86,11 @@ impl Input {
         self
     }
 
+    /// The sizes.
+    pub fn dims(&self) -> &[usize] {
+        &self.dims
+    }
+
     /// The same values mapped, e.g. to make them positive.
     pub fn map(mut self, f: impl Fn(f64) -> f64) -> Self {
         self.values.iter_mut().for_each(|v| *v = f(*v));
@@ -255,7 +260,7 @@ fn tell_at_the_end(why: &str) {
     tell();
 }
 
-fn left_out(name: &str, dtype: DType) {
+pub fn left_out(name: &str, dtype: DType) {
     SKIPPED.fetch_add(1, Ordering::Relaxed);
     skip::counted(
         &format!("{name} {dtype}"),
@@ -337,7 +342,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    fn bits(&self) -> Vec<u64> {
+    pub fn bits(&self) -> Vec<u64> {
         self.outputs
             .iter()
             .chain(&self.grads)
@@ -488,7 +493,7 @@ pub fn noise(seed: u64, count: usize) -> Vec<f64> {
 
 /// Check 5: virtual lanes, poisoned memory and the ledger of accesses change nothing and find
 /// nothing.
-fn simulated(
+pub fn simulated(
     name: &str,
     inputs: &[Input],
     cpu: &Outcome,
@@ -530,7 +535,11 @@ fn walk(
 }
 
 /// Check 7: the same on cpu and on meta.
-fn predicted(name: &str, inputs: &[Input], f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>) {
+pub fn predicted(
+    name: &str,
+    inputs: &[Input],
+    f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
+) {
     let cpu = worker(2);
     let meta = Worker::new(Meta::like(DeviceKind::Cpu), Bytes(1 << 60)).unwrap();
     let real = walk(&cpu, inputs, f).unwrap_or_else(|e| panic!("{name}: {e}"));

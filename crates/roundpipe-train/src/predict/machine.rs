@@ -302,6 +302,23 @@ impl Machine {
         }
     }
 
+    /// Refuses fp8 on cards that have none.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] that names them.
+    pub(super) fn check_fp8(&self) -> Result<()> {
+        match self.compute {
+            Compute::Card {
+                architecture: Architecture::Ampere,
+                ..
+            } => Err(Error::Usage(format!(
+                "fp8: {} has none; leave fp8 out, or use cards from Ada on, such as rtx4090 or h100",
+                self.name
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// Workers that only count, as many as there are cards. Where `context` is given, packed
     /// documents have so many tokens.
     pub(super) fn devices(&self, context: Option<u64>) -> Vec<Arc<dyn Device>> {
@@ -344,6 +361,8 @@ impl Machine {
                 };
                 KernelRates {
                     products: 0.8 * products,
+                    // Widened to bf16 first.
+                    fp8_products: Some(0.6 * products),
                     grouped_products: 0.6 * products,
                     attention,
                     attention_grad: attention,

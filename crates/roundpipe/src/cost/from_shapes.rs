@@ -37,14 +37,23 @@ pub fn profile(
     })
 }
 
+/// How layers are run while their costs are counted.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CostMode {
+    pub training: bool,
+    /// Whether projections run in fp8, in training.
+    pub fp8: bool,
+}
+
 /// Guesses the costs of every layer for one microbatch by running the model on the meta device.
 /// Layers that look at values cannot be run there: that is the error, and sizes have to do.
 pub(crate) fn model_costs(
     layers: &[(String, Arc<dyn Layer>)],
     device: CostModel,
     input: &Tree<Spec>,
-    training: bool,
+    mode: CostMode,
 ) -> Result<LayerCosts> {
+    let CostMode { training, fp8 } = mode;
     let mut value = input.clone();
     let mut costs = Vec::with_capacity(layers.len());
     for (name, layer) in layers {
@@ -53,7 +62,8 @@ pub(crate) fn model_costs(
             .into_iter()
             .map(|(_, param)| param)
             .collect();
-        let run_in = |mut cx: Cx, worker: &Worker| -> Result<(Cx, Tree<Tensor>)> {
+        let run_in = |cx: Cx, worker: &Worker| -> Result<(Cx, Tree<Tensor>)> {
+            let mut cx = cx.with_fp8(fp8);
             for param in &params {
                 let tensor = worker.full(param.dtype(), *param.shape(), 0.0)?;
                 cx.bind(param, tensor, None)?;

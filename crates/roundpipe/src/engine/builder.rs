@@ -56,6 +56,7 @@ pub struct Builder<M> {
     stall: Option<(Duration, OnStall)>,
     resident: bool,
     inference: bool,
+    fp8: bool,
     max_nonfinite_steps: u64,
     hooks: Vec<(&'static str, String, Hook)>,
 }
@@ -89,6 +90,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             stall: None,
             resident: false,
             inference: false,
+            fp8: false,
             max_nonfinite_steps: MAX_NONFINITE_STEPS,
             hooks: Vec::new(),
         }
@@ -243,6 +245,19 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
+    /// Computes the projections of the model in 8-bit floats, in training: forward products in
+    /// E4M3, gradients of inputs in E5M2 by E4M3, a power-of-two scale for every row
+    /// ([`fp8`](roundpipe_tensor::fp8)). Gradients of weights, everything that is not a projection,
+    /// and calls outside training ([`RoundPipe::set_training`]) stay in the working type. Which
+    /// linear maps take part is the layers' business: those that they compute by
+    /// [`Cx::projection`](roundpipe_tensor::Cx::projection). Off by default, since it changes
+    /// results; plans, grains and workers still do not.
+    #[must_use]
+    pub fn fp8(mut self, fp8: bool) -> Self {
+        self.fp8 = fp8;
+        self
+    }
+
     /// After so many steps in a row that were not finite, a step fails with [`Error::NotFinite`],
     /// which names the first layer whose output or gradient was not; 10 by default. Until then such
     /// steps are skipped and reported ([`StepReport`](crate::StepReport)). While a
@@ -301,6 +316,9 @@ impl<M: Layer + 'static> Builder<M> {
             None if self.devices.is_empty() => Ring::of(&Devices::all()?, &self.options)?,
             None => Ring::new(&self.devices, &self.options)?,
         };
+        if self.fp8 {
+            check_fp8(&ring)?;
+        }
         let original = Arc::new(self.model);
         let layers: Vec<(String, Arc<dyn Layer>)> = match original.sequence() {
             Some(sequence) => sequence
@@ -352,7 +370,7 @@ impl<M: Layer + 'static> Builder<M> {
             config: self.config,
         });
         let sets_buffers = AtomicBool::new(false);
-        let (resident, inference) = (self.resident, self.inference);
+        let (resident, inference, fp8) = (self.resident, self.inference, self.fp8);
         let model = Model {
             name: self.name,
             layers,
@@ -363,6 +381,7 @@ impl<M: Layer + 'static> Builder<M> {
             resident,
             inference,
             repeats: Repeats::default(),
+            fp8,
             hooks: Mutex::default(),
         };
         let watchdog = self
@@ -389,4 +408,14 @@ impl<M: Layer + 'static> Builder<M> {
             _handle: Arc::new(Handle(core)),
         })
     }
+}
+
+/// Refuses a ring with a device whose fp8 products would be slower than bf16's.
+fn check_fp8(ring: &Ring) -> Result<()> {
+    let mut reasons = ring.workers().iter().map(|worker| worker.device());
+    let Some(why) = reasons.find_map(|device| device.lacks_fp8()) else {
+        return Ok(());
+    };
+    let what = format!("{why}; leave fp8 off, or run on other devices");
+    Err(Error::config("fp8", what))
 }

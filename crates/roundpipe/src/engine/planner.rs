@@ -14,7 +14,8 @@ use roundpipe_tensor::{Bytes, DType, HostTensor, LaneKind, Shape, host_memory};
 use crate::budget::{CallNeeds, PieceRoom, StageNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
 use crate::cost::{
-    CopyRates, LayerCosts, LayerTimes, MachineRates, Phase, Spec, WorkerSpeeds, model_costs,
+    CopyRates, CostMode, LayerCosts, LayerTimes, MachineRates, Phase, Spec, WorkerSpeeds,
+    model_costs,
 };
 use crate::error::{Error, Result};
 use crate::exec::model::Model;
@@ -550,7 +551,11 @@ impl Planner {
         // A layer that panics here will do so again in its task, and be reported there.
         let guessed = catch_unwind(AssertUnwindSafe(|| {
             let layers = &self.model.layers[self.layers.clone()];
-            model_costs(layers, device, &input, batch.training)
+            let mode = CostMode {
+                training: batch.training,
+                fp8: self.model.fp8,
+            };
+            model_costs(layers, device, &input, mode)
         }));
         guessed.ok()?.ok()
     }

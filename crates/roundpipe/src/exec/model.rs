@@ -32,6 +32,8 @@ pub(crate) struct Model {
     pub inference: bool,
     /// What is known of its layers' recomputes.
     pub repeats: Repeats,
+    /// Whether projections run in fp8, in training.
+    pub fp8: bool,
     /// What is registered now; a call takes it as it is.
     pub hooks: Mutex<Arc<Hooks>>,
 }

@@ -34,6 +34,8 @@ pub(crate) struct LoadedLayer {
     pub sums: Vec<Option<Tensor>>,
     /// Which of them are buffers that the layer has set.
     pub set: Vec<bool>,
+    /// Whether projections run in fp8 ([`Model`](super::model::Model)).
+    pub fp8: bool,
 }
 
 /// How a layer is run.
@@ -109,7 +111,7 @@ impl LoadedLayer {
                 (Cx::new(worker, true, training).with_recompute(now), true)
             }
         };
-        let mut cx = cx.at(site);
+        let mut cx = cx.at(site).with_fp8(self.fp8);
         for ((param, tensor), sum) in self.params.iter().zip(&mut self.sums) {
             let into = if records && param.is_trainable() {
                 // The tape adds to it in place, so it must be the only holder. `back` returns it.

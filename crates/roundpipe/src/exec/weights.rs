@@ -158,6 +158,7 @@ impl Launcher {
                     params: params.zip(tensors).collect(),
                     set: vec![false; sums.len()],
                     sums,
+                    fp8: task.spec().model.fp8,
                 }))
             }
         }

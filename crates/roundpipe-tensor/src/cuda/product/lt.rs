@@ -32,6 +32,7 @@ use crate::cuda::compile::Table;
 use crate::cuda::library::{self, CublasLt, Status};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::fp8::Fp8;
 use crate::shape::Layout;
 use crate::sync::lock;
 
@@ -99,6 +100,22 @@ pub(super) struct Side {
     pub lie: Lie,
 }
 
+/// Operands of 8-bit floats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Fp8Operands {
+    pub left: Fp8,
+    pub right: Fp8,
+    /// The library multiplies with a scale per row of either side; else sums stay as they are.
+    pub applies_scales: bool,
+}
+
+impl Fp8Operands {
+    /// Whether sums may have fewer bits: see [`fp8`](super::fp8).
+    fn adds_fast(self) -> bool {
+        self.left == Fp8::E4M3
+    }
+}
+
 /// What a plan depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key {
@@ -111,6 +128,8 @@ pub(super) struct Key {
     /// Bytes that a, b and c (with the bias) are aligned to.
     pub aligned: [u32; 3],
     pub workspace: usize,
+    /// Of operands that are codes.
+    pub fp8: Option<Fp8Operands>,
 }
 
 /// A matrix in columns: its size, and the elements from one column and from one batch to the next.
@@ -164,6 +183,8 @@ pub(super) struct LtTask {
     alpha: f64,
     beta: f64,
     pub workspace: u64,
+    /// Of the left and right rows, where they are codes.
+    scales: [u64; 2],
 }
 
 impl LtTask {
@@ -188,6 +209,7 @@ impl LtTask {
                 alignment(c | bias.unwrap_or(0)),
             ],
             workspace: workspace_bytes,
+            fp8: None,
         };
         Self {
             key,
@@ -198,7 +220,15 @@ impl LtTask {
             alpha,
             beta,
             workspace,
+            scales: [0; 2],
         }
+    }
+
+    /// The same over codes of 8-bit floats, with the scales of the left and right rows.
+    pub fn in_fp8(mut self, operands: Fp8Operands, scales: [u64; 2]) -> Self {
+        self.key.fp8 = Some(operands);
+        self.scales = scales;
+        self
     }
 
     /// A part of it, with the result elsewhere.
@@ -266,8 +296,19 @@ unsafe fn plan(call: &Call<'_>, task: &LtTask) -> Result<Option<Arc<ProductPlan>
     }
     let handle = handle(call)?;
     let fail = |e| failed(call, "plan", e);
-    let described = Described::new(task).map_err(fail)?;
-    let found = candidates(handle, &described, &task.key).map_err(fail)?;
+    let proposed = Described::new(task).and_then(|described| {
+        let found = candidates(handle, &described, &task.key)?;
+        Ok((described, found))
+    });
+    let (described, found) = match proposed {
+        Ok(proposed) => proposed,
+        // A library that does not know an attribute of fp8 says so: there is another way.
+        Err(_) if task.key.fp8.is_some() => {
+            plans.insert(task.key, None);
+            return Ok(None);
+        }
+        Err(error) => return Err(fail(error)),
+    };
     let mut made = None;
     if !found.is_empty() {
         // SAFETY: the caller's promise.
@@ -319,7 +360,7 @@ struct Matrix(sys::cublasLtMatrixLayout_t, &'static CublasLt);
 
 impl Matrix {
     fn new(
-        dtype: DType,
+        kind: sys::cudaDataType,
         columns: ColumnMatrix,
         batches: usize,
     ) -> std::result::Result<Self, Status> {
@@ -331,9 +372,9 @@ impl Matrix {
             step,
         } = columns;
         let (lt, mut raw) = (api()?, std::ptr::null_mut());
-        let (dtype, rows, cols) = (data_type(dtype), rows as u64, cols as u64);
+        let (rows, cols) = (rows as u64, cols as u64);
         // SAFETY: written by the call.
-        unsafe { lt.cublasLtMatrixLayoutCreate(&mut raw, dtype, rows, cols, line) }.result()?;
+        unsafe { lt.cublasLtMatrixLayoutCreate(&mut raw, kind, rows, cols, line) }.result()?;
         let made = Self(raw, lt);
         if batches > 1 {
             let count = batches as i32;
@@ -400,17 +441,64 @@ impl Operation {
             unsafe { lt.cublasLtMatmulDescSetAttribute(raw, what, bytes(&epilogue), 4) }
                 .result()?;
         }
+        if let Some(codes) = key.fp8 {
+            made.describe_fp8(codes)?;
+        }
         Ok(made)
     }
 
-    fn set_bias(&self, bias: u64) -> std::result::Result<(), Status> {
-        let what = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-        // SAFETY: the description is alive; the attribute is an address.
+    /// What is said of operands in fp8 besides their type.
+    fn describe_fp8(&self, codes: Fp8Operands) -> std::result::Result<(), Status> {
+        use sys::cublasLtMatmulDescAttributes_t as A;
+        let fast = i8::from(codes.adds_fast());
+        // SAFETY: the description is alive; the attribute is an i8.
         unsafe {
+            let what = A::CUBLASLT_MATMUL_DESC_FAST_ACCUM;
             self.1
-                .cublasLtMatmulDescSetAttribute(self.0, what, bytes(&bias), 8)
+                .cublasLtMatmulDescSetAttribute(self.0, what, bytes(&fast), 1)
+                .result()?;
         }
-        .result()
+        if !codes.applies_scales {
+            return Ok(());
+        }
+        let mode =
+            sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F as i32;
+        for what in [
+            A::CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
+            A::CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
+        ] {
+            // SAFETY: as above; the attributes are i32.
+            unsafe {
+                self.1
+                    .cublasLtMatmulDescSetAttribute(self.0, what, bytes(&mode), 4)
+                    .result()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The addresses that change from call to call.
+    fn set_pointers(&self, task: &LtTask) -> std::result::Result<(), Status> {
+        use sys::cublasLtMatmulDescAttributes_t as A;
+        let [left, right] = match task.key.fp8 {
+            Some(codes) if codes.applies_scales => task.scales.map(Some),
+            _ => [None; 2],
+        };
+        // The library's first operand is our right one.
+        for (what, address) in [
+            (A::CUBLASLT_MATMUL_DESC_BIAS_POINTER, task.bias),
+            (A::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, right),
+            (A::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, left),
+        ] {
+            let Some(address) = address else { continue };
+            // SAFETY: the description is alive; the attribute is an address.
+            unsafe {
+                self.1
+                    .cublasLtMatmulDescSetAttribute(self.0, what, bytes(&address), 8)
+                    .result()?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -480,7 +568,7 @@ unsafe impl Sync for ProductPlan {}
 
 /// The library's description of products of one shape.
 pub(super) struct Described {
-    /// Locked for a call: the bias's address is part of it.
+    /// Locked for a call: the addresses of bias and scales are part of it.
     operation: Mutex<Operation>,
     first: Matrix,
     second: Matrix,
@@ -492,15 +580,18 @@ impl Described {
         let key = &task.key;
         let ([src, dst], batches) = (key.types, key.shape.batches);
         let operation = Operation::new(key)?;
-        if let Some(bias) = task.bias {
-            operation.set_bias(bias)?;
-        }
+        operation.set_pointers(task)?;
         let [first, second, out] = key.matrices();
+        // The library's first operand is our right one.
+        let [first_kind, second_kind] = match key.fp8 {
+            None => [data_type(src); 2],
+            Some(codes) => [fp8_type(codes.right), fp8_type(codes.left)],
+        };
         let (first, second) = (
-            Matrix::new(src, first, batches)?,
-            Matrix::new(src, second, batches)?,
+            Matrix::new(first_kind, first, batches)?,
+            Matrix::new(second_kind, second, batches)?,
         );
-        let out = Matrix::new(dst, out, batches)?;
+        let out = Matrix::new(data_type(dst), out, batches)?;
         Ok(Self {
             operation: Mutex::new(operation),
             first,
@@ -519,9 +610,7 @@ impl Described {
         algorithm: &sys::cublasLtMatmulAlgo_t,
     ) -> std::result::Result<(), Status> {
         let operation = lock(&self.operation);
-        if let Some(bias) = task.bias {
-            operation.set_bias(bias)?;
-        }
+        operation.set_pointers(task)?;
         let wide = [task.alpha, task.beta];
         let narrow = wide.map(|factor| factor as f32);
         let (alpha, beta) = match task.key.types[0] {
@@ -620,6 +709,13 @@ fn data_type(dtype: DType) -> sys::cudaDataType {
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         _ => sys::cudaDataType::CUDA_R_32F,
+    }
+}
+
+fn fp8_type(format: Fp8) -> sys::cudaDataType {
+    match format {
+        Fp8::E4M3 => sys::cudaDataType::CUDA_R_8F_E4M3,
+        Fp8::E5M2 => sys::cudaDataType::CUDA_R_8F_E5M2,
     }
 }
 

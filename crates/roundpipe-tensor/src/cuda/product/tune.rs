@@ -135,6 +135,10 @@ fn name(key: &Key) -> String {
         u8::from(!key.overwrites)
     );
     let _ = write!(name, " workspace {}", key.workspace);
+    if let Some(codes) = key.fp8 {
+        let scaled = u8::from(codes.applies_scales);
+        let _ = write!(name, " {} {} scaled {scaled}", codes.left, codes.right);
+    }
     name
 }
 
