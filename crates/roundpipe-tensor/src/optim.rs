@@ -25,6 +25,7 @@ mod matrices;
 mod muon;
 mod sgd;
 mod simd;
+mod split;
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -41,6 +42,7 @@ pub use lion::{Lion, LionSlabs};
 pub use matrices::Matrices;
 pub use muon::{AdjustLr, Muon, MuonSlabs};
 pub use sgd::{Sgd, SgdSlabs};
+pub use split::{Remainders, RemaindersMut, follow_split, join, remainder_bytes, split};
 
 use simd::GradFactors;
 

@@ -484,7 +484,7 @@ fn rules() -> [Rule; 8] {
     ]
 }
 
-/// 16 bytes per trainable bf16 parameter, 18 with two versions, 2 per frozen one; padding only in
+/// 14 1/8 bytes per trainable bf16 parameter, 16 1/8 with two versions, 2 per frozen one; padding only in
 /// front of parameters that devices copy, under 64 bytes each time.
 #[test]
 fn slabs_take_exactly_the_memory_they_should() {
@@ -527,14 +527,14 @@ fn slabs_take_exactly_the_memory_they_should() {
         );
         within("gradients", used.gradients, 2 * numel * 2, slack * 2);
         within("frozen", used.frozen, numel * 2, slack);
-        within("masters", used.masters, 2 * numel * 4, 0);
+        within("masters", used.masters, 2 * numel * 17 / 8, slack);
         within("moments", used.moments, 2 * numel * 8, 0);
-        let per_trainable = 14 + 2 * slabs;
+        let per_trainable = 12 + 2 * slabs;
         within(
             "all",
             used.total(),
-            numel * (2 * per_trainable + 2),
-            slack * (3 + 2 * slabs),
+            numel * (2 * per_trainable + 2) + 2 * numel / 8,
+            slack * (4 + 2 * slabs),
         );
     }
 }
@@ -726,7 +726,7 @@ fn narrow_state_equals_rounding_after_each_step() {
     }
 }
 
-/// 8 bytes per bf16 parameter with bf16 masters and moments of AdamW, instead of 16: weight,
+/// 8 bytes per bf16 parameter with bf16 masters and moments of AdamW, instead of 14 1/8: weight,
 /// gradient and two moments. A custom step sees f32 values and rounds them.
 #[test]
 fn narrow_state_takes_half_the_memory() {
@@ -744,7 +744,11 @@ fn narrow_state_takes_half_the_memory() {
         (used.masters, used.moments, used.total())
     };
     let numel = 64 * 32;
-    assert_eq!(bytes(DType::F32), (4 * numel, 8 * numel, 16 * numel));
+    let masters = 2 * numel + numel / 8;
+    assert_eq!(
+        bytes(DType::F32),
+        (masters, 8 * numel, 12 * numel + masters)
+    );
     assert_eq!(bytes(DType::BF16), (0, 4 * numel, 8 * numel));
     for lag in [Lag::Zero, Lag::One] {
         let model = make();
@@ -1363,7 +1367,8 @@ fn state_moves_to_another_store() {
                     .bytes()
                     .copy_from_slice(&bytes(src));
             };
-            copy(&from.value(), &to.value());
+            let value = from.value().read_all().unwrap();
+            b.set_value(&to, &value).unwrap();
             from.moments()
                 .iter()
                 .zip(to.moments())

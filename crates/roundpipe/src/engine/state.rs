@@ -85,13 +85,13 @@ impl<M> RoundPipe<M> {
             let handles = store.optim_params()?;
             check_state(&handles, state)?;
             for handle in &handles {
-                check_free(&handle.value())?;
+                handle.check_free()?;
                 handle.moments().iter().try_for_each(check_free)?;
                 check_free(&stored(store, handle).param.data())?;
             }
             for handle in &handles {
                 let loaded = &state.params[&handle.name];
-                write(&handle.value(), &loaded.value)?;
+                store.set_value(handle, &loaded.value.read()?)?;
                 for (moment, value) in handle.moments().iter().zip(&loaded.moments) {
                     write(moment, value)?;
                 }

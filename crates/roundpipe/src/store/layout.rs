@@ -8,6 +8,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use roundpipe_tensor::optim::remainder_bytes;
 use roundpipe_tensor::{DType, Param, Shape};
 
 use super::config::StoreConfig;
@@ -40,7 +41,7 @@ pub struct StoredParam {
     pub grad_bytes: Range<usize>,
     /// In the trainable or the frozen slab of its home.
     pub(super) offset: usize,
-    /// In the slab of masters of its home, where it has one.
+    /// In the slab of masters of its home, where it has an f32 copy or a remainder there.
     pub(super) master: Option<usize>,
     /// Element type of its master and moments.
     pub(crate) state_dtype: DType,
@@ -115,6 +116,25 @@ impl StoredParam {
         step.saturating_sub(self.frozen_steps()).max(1)
     }
 
+    /// Whether its master is its weight and a remainder, not an f32 copy.
+    pub(crate) fn has_remainder(&self) -> bool {
+        self.master.is_some() && self.dtype == DType::BF16
+    }
+
+    /// Size of what the masters' slab has of it, where it has something.
+    pub(super) fn master_bytes(&self) -> usize {
+        if self.has_remainder() {
+            remainder_bytes(self.shape.numel())
+        } else {
+            self.copy_bytes()
+        }
+    }
+
+    /// Where its weights lie in the slab of a version of its home.
+    pub(crate) fn weight_bytes(&self) -> Range<usize> {
+        self.offset..self.offset + self.param.bytes()
+    }
+
     /// Size of an f32 copy.
     pub(crate) fn copy_bytes(&self) -> usize {
         self.shape.numel() * size_of::<f32>()
@@ -150,9 +170,10 @@ pub(super) fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
         }
         param.offset = append(&mut sizes.weights, param.param.bytes(), ALIGN);
         // Only the processor touches copies, whole slabs at a time: no padding.
-        param.master = param
-            .master
-            .map(|_| append(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
+        if param.master.is_some() {
+            let bytes = param.master_bytes();
+            param.master = Some(append(&mut sizes.masters, bytes, size_of::<f32>()));
+        }
     }
     let frozen_at = sizes.weights.next_multiple_of(ALIGN);
     sizes.block = frozen_at + sizes.frozen;

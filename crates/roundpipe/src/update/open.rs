@@ -16,7 +16,7 @@ use std::sync::Mutex;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, StepSettings};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, RemaindersMut, StepSettings};
 use roundpipe_tensor::{DType, HostBuf, Shape, bf16, f16};
 
 use super::Apply;
@@ -26,6 +26,10 @@ use crate::optim::{ParamSettings, Rule, Slabs, floats, floats_mut, floats_of};
 use crate::store::StoredParam;
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
+
+/// Elements whose masters are put together from weights and remainders at once: few enough for a
+/// core's first cache.
+const PIECE: usize = 1 << 12;
 
 /// A layer whose next version may be written.
 pub(super) struct OpenLayer<'a> {
@@ -63,7 +67,10 @@ pub(super) struct OpenParam<'a> {
     /// The newest version, where the next lies in another slab.
     pub(super) old: Option<HostRef>,
     pub(super) working: HostMut,
+    /// An f32 copy of the newest version, or one that a function of the user changes.
     pub(super) master: Option<HostMut>,
+    /// What the newest version lacks of its master, where that is no copy.
+    pub(super) remainder: Option<HostMut>,
     pub(super) moments: Vec<HostMut>,
     /// What the memory that a function writes held before; written back on drop, unless taken away.
     pub(super) backup: Option<HostBuf>,
@@ -96,11 +103,19 @@ impl OpenParam<'_> {
             shape: self.stored.shape,
         };
         let grads = std::mem::take(&mut self.grads);
-        let is_wide = self.stored.state_dtype == DType::F32;
-        let mut slabs = self.slabs();
+        let is_plain = self.stored.state_dtype == DType::F32 && self.remainder.is_none();
+        let mut slabs = self.slabs()?;
         match &grads[..] {
-            [(dtype, grad)] if is_wide || !pass.rule.is_elementwise() => {
+            [(dtype, grad)] if is_plain || !pass.rule.is_elementwise() => {
                 pass.run(threads, floats(*dtype, grad), slabs)
+            }
+            [(dtype, grad)] => {
+                let grad = floats(*dtype, grad);
+                let done = each_part(threads, slabs.chunks(), |one, i, chunk| {
+                    let range = i * CHUNK..grad.len().min((i + 1) * CHUNK);
+                    pass.run(one, grad.range(range), chunk)
+                });
+                Ok(done?.contains(&true))
             }
             grads if pass.rule.is_elementwise() => {
                 let done = each_chunk(threads, grads, slabs.chunks(), |one, chunk, grad| {
@@ -112,27 +127,52 @@ impl OpenParam<'_> {
             grads => {
                 let mut sum = vec![0.0; self.stored.shape.numel()];
                 sum_into(threads, grads, 0..sum.len(), &mut sum)?;
-                pass.run(threads, Floats::F32(&sum), self.slabs())
+                pass.run(threads, Floats::F32(&sum), self.slabs()?)
             }
         }
     }
 
     /// What the rule's pass writes.
-    fn slabs(&mut self) -> OpenSlabs<'_> {
+    fn slabs(&mut self) -> Result<OpenSlabs<'_>> {
         let state_dtype = self.stored.state_dtype;
-        OpenSlabs {
+        let master = match (&mut self.master, &mut self.remainder) {
+            (Some(master), _) => OpenMaster::Copy(master.as_mut_slice()),
+            (None, Some(remainder)) => OpenMaster::Remainder {
+                newest: self.old.as_ref().map(HostRef::as_slice),
+                remainders: RemaindersMut::new(remainder, self.stored.shape.numel())?,
+            },
+            (None, None) => OpenMaster::Weights,
+        };
+        Ok(OpenSlabs {
             weights: floats_mut(self.stored.dtype, &mut self.working),
-            master: self.master.as_mut().map(HostMut::as_mut_slice),
+            master,
             moments: self
                 .moments
                 .iter_mut()
                 .map(|moment| floats_mut(state_dtype, moment))
                 .collect(),
+        })
+    }
+
+    /// The newest version's bytes.
+    pub(super) fn newest_bytes(&mut self) -> &[u8] {
+        match &self.old {
+            Some(newest) => newest.bytes(),
+            None => self.working.bytes(),
         }
     }
 
-    /// Makes the f32 copy follow weights that the user wrote.
-    pub(super) fn follow(&mut self, threads: &Threads) -> Result<()> {
+    /// Makes the master follow weights that the user wrote; `before` are those that remainders
+    /// belong to.
+    pub(super) fn follow(&mut self, threads: &Threads, before: Option<&[bf16]>) -> Result<()> {
+        if let (Some(remainder), Some(before)) = (&mut self.remainder, before) {
+            let remainders = RemaindersMut::new(remainder, before.len())?;
+            let newest = match &self.old {
+                Some(newest) => newest.as_slice(),
+                None => &*self.working.as_mut_slice(),
+            };
+            optim::follow_split(threads, before, newest, remainders)?;
+        }
         let Some(master) = &mut self.master else {
             return Ok(());
         };
@@ -148,6 +188,9 @@ impl OpenParam<'_> {
     /// Where weights are their own masters and are updated in the next slab, brings the newest
     /// version there.
     pub(super) fn start_copy(&mut self, threads: &Threads) -> Result<()> {
+        if self.remainder.is_some() {
+            return Ok(());
+        }
         if let (Some(old), None) = (&self.old, &self.master) {
             let dtype = self.stored.dtype;
             let new = floats_mut(dtype, &mut self.working);
@@ -156,8 +199,8 @@ impl OpenParam<'_> {
         Ok(())
     }
 
-    /// Where weights narrower than f32 are their own masters, makes an f32 copy for a function of
-    /// the user, which lives as long as this.
+    /// Where there is no f32 copy of weights narrower than that, makes one for a function of the
+    /// user, which lives as long as this.
     fn widen_values(&mut self, threads: &Threads) -> Result<()> {
         let dtype = self.stored.dtype;
         if self.master.is_some() || dtype == DType::F32 {
@@ -166,12 +209,28 @@ impl OpenParam<'_> {
         let name = format!("{} as f32", self.stored.name);
         let copy = HostBuf::zeroed(name, self.stored.copy_bytes())?;
         let mut wide = copy.write(0..copy.len())?;
-        let into = FloatsMut::F32(wide.as_mut_slice());
+        self.read_values(threads, wide.as_mut_slice())?;
+        self.master = Some(wide);
+        Ok(())
+    }
+
+    /// Writes the values of weights narrower than f32 that have no f32 copy.
+    fn read_values(&mut self, threads: &Threads, into: &mut [f32]) -> Result<()> {
+        let dtype = self.stored.dtype;
+        if let Some(remainder) = &mut self.remainder {
+            let remainders = RemaindersMut::new(remainder, into.len())?;
+            let newest = match &self.old {
+                Some(newest) => newest.as_slice(),
+                None => &*self.working.as_mut_slice(),
+            };
+            optim::join(threads, newest, remainders.as_ref(), into)?;
+            return Ok(());
+        }
+        let into = FloatsMut::F32(into);
         match &self.old {
             Some(newest) => optim::cast(threads, floats(dtype, newest), into)?,
             None => optim::cast(threads, floats_of(dtype, &mut self.working), into)?,
         }
-        self.master = Some(wide);
         Ok(())
     }
 
@@ -190,8 +249,10 @@ impl OpenParam<'_> {
         self.widen_values(threads)?;
         // Before the newest version is brought there: with two slabs of f32 weights the function
         // writes where the version before the newest lies, and calls may still read that one.
-        let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
-        self.backup = Some(backup);
+        if self.remainder.is_none() {
+            let name = format!("{} backup", self.stored.name);
+            self.backup = Some(HostBuf::from_slice(name, &*self.values())?);
+        }
         self.start_copy(threads)?;
         if self.grads.len() > 1 {
             let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
@@ -222,11 +283,16 @@ impl OpenParam<'_> {
     }
 
     /// Refuses values that a function made infinite or NaN, or that would round to an infinity.
-    pub(super) fn check_finite(&mut self) -> Result<()> {
+    pub(super) fn check_finite(&mut self, threads: &Threads) -> Result<()> {
         let dtype = self.stored.dtype;
-        // Where the newest version is another slab of f32, that is what the values were; else the
-        // backup is.
+        // Where weights have remainders, they still say what the values were. Where the newest
+        // version is another slab of f32, that does; else the backup does.
         let before = match (&self.old, &self.master, &self.backup) {
+            _ if self.remainder.is_some() => {
+                let mut before = vec![0.0; self.stored.shape.numel()];
+                self.read_values(threads, &mut before)?;
+                before
+            }
             (Some(old), None, _) => old.as_slice::<f32>().to_vec(),
             (_, _, Some(backup)) => backup.read_all()?.as_slice().to_vec(),
             _ => return Ok(()),
@@ -253,6 +319,12 @@ impl OpenParam<'_> {
 
     /// Writes the working weights from the values.
     pub(super) fn round(&mut self, threads: &Threads) -> Result<()> {
+        if let (Some(master), Some(remainder)) = (&mut self.master, &mut self.remainder) {
+            let working = self.working.as_mut_slice::<bf16>();
+            let remainders = RemaindersMut::new(remainder, working.len())?;
+            optim::split(threads, master.as_mut_slice(), Some(working), remainders)?;
+            return Ok(());
+        }
         if let Some(master) = &mut self.master {
             let working = floats_mut(self.stored.dtype, &mut self.working);
             optim::cast(threads, Floats::F32(master.as_mut_slice()), working)?;
@@ -291,22 +363,74 @@ impl OpenParam<'_> {
 /// What the rule's pass writes: of a parameter, or of a chunk of one.
 struct OpenSlabs<'a> {
     weights: FloatsMut<'a>,
-    /// `None` where the weights are their own.
-    master: Option<&'a mut [f32]>,
+    master: OpenMaster<'a>,
     moments: Vec<FloatsMut<'a>>,
+}
+
+/// Where the values are that a pass starts from.
+enum OpenMaster<'a> {
+    /// The weights are their own.
+    Weights,
+    /// An f32 copy.
+    Copy(&'a mut [f32]),
+    /// The weights and what they lack.
+    Remainder {
+        /// Where the next version lies in another slab.
+        newest: Option<&'a [bf16]>,
+        remainders: RemaindersMut<'a>,
+    },
+}
+
+impl OpenMaster<'_> {
+    fn chunks(&mut self) -> Box<dyn Iterator<Item = OpenMaster<'_>> + '_> {
+        match self {
+            Self::Weights => Box::new(std::iter::repeat_with(|| OpenMaster::Weights)),
+            Self::Copy(master) => Box::new(master.chunks_mut(CHUNK).map(OpenMaster::Copy)),
+            Self::Remainder { newest, remainders } => {
+                let mut newest = newest.map(|newest| newest.chunks(CHUNK));
+                let chunks = remainders.chunks(CHUNK).map(move |remainders| {
+                    let newest = newest.as_mut().and_then(Iterator::next);
+                    OpenMaster::Remainder { newest, remainders }
+                });
+                Box::new(chunks)
+            }
+        }
+    }
 }
 
 impl OpenSlabs<'_> {
     /// Chunk by chunk, for rules whose moments are all as long as the weights.
     fn chunks(&mut self) -> impl Iterator<Item = OpenSlabs<'_>> {
-        let mut master = self.master.as_mut().map(|master| master.chunks_mut(CHUNK));
         let mut moments: Vec<_> = self.moments.iter_mut().map(FloatsMut::chunks).collect();
-        self.weights.chunks().map(move |weights| OpenSlabs {
+        let chunks = self.weights.chunks().zip(self.master.chunks());
+        chunks.map(move |(weights, master)| OpenSlabs {
             weights,
-            master: master.as_mut().and_then(Iterator::next),
+            master,
             moments: moments.iter_mut().filter_map(Iterator::next).collect(),
         })
     }
+}
+
+/// Weights whose masters have remainders.
+struct SplitWeights<'a> {
+    /// What the remainders belong to, where that is not what `weights` hold so far.
+    newest: Option<&'a [bf16]>,
+    /// The next version.
+    weights: &'a mut [bf16],
+    remainders: RemaindersMut<'a>,
+}
+
+fn wide(moments: Vec<FloatsMut<'_>>) -> Vec<&mut [f32]> {
+    let wide = |moment| match moment {
+        FloatsMut::F32(moment) => moment,
+        _ => unreachable!("an f32 master has f32 moments"),
+    };
+    moments.into_iter().map(wide).collect()
+}
+
+fn parts<'a>(slabs: &'a mut [&mut [f32]], range: &Range<usize>) -> Vec<&'a mut [f32]> {
+    let part = |slab: &'a mut &mut [f32]| &mut slab[range.clone()];
+    slabs.iter_mut().map(part).collect()
 }
 
 /// The rule's pass over one parameter, or over chunks of it.
@@ -319,23 +443,73 @@ struct RulePass {
 impl RulePass {
     /// Runs it; whether some elements kept their value because the new one was not finite.
     fn run(&self, threads: &Threads, grad: Floats<'_>, slabs: OpenSlabs<'_>) -> Result<bool> {
-        let (master, working) = match (slabs.master, slabs.weights) {
-            (Some(master), weights) => (master, Some(weights)),
-            (None, FloatsMut::F32(master)) => (master, None),
-            (None, narrow) => return self.run_narrow(threads, grad, narrow, slabs.moments),
-        };
-        let wide = |moment| match moment {
-            FloatsMut::F32(moment) => moment,
-            _ => unreachable!("an f32 master has f32 moments"),
+        let OpenSlabs {
+            weights,
+            master,
+            moments,
+        } = slabs;
+        let (master, working) = match (master, weights) {
+            (OpenMaster::Copy(master), weights) => (master, Some(weights)),
+            (OpenMaster::Remainder { newest, remainders }, FloatsMut::BF16(weights)) => {
+                let split = SplitWeights {
+                    newest,
+                    weights,
+                    remainders,
+                };
+                return self.run_split(threads, grad, split, wide(moments));
+            }
+            (_, FloatsMut::F32(master)) => (master, None),
+            (_, narrow) => return self.run_narrow(threads, grad, narrow, moments),
         };
         let slabs = Slabs {
             shape: self.shape,
             grad,
             master,
-            moments: slabs.moments.into_iter().map(wide).collect(),
+            moments: wide(moments),
             working,
         };
         self.rule.update(threads, self.settings, slabs)
+    }
+
+    /// The same where masters are weights and remainders: put together, updated and taken apart
+    /// piece by piece, or whole for rules that look at matrices.
+    fn run_split(
+        &self,
+        threads: &Threads,
+        grad: Floats<'_>,
+        mut split: SplitWeights<'_>,
+        mut moments: Vec<&mut [f32]>,
+    ) -> Result<bool> {
+        let len = split.weights.len();
+        let is_elementwise = self.rule.is_elementwise();
+        let piece = if is_elementwise { len.min(PIECE) } else { len };
+        let mut values = vec![0.0; piece];
+        let mut kept = false;
+        for start in (0..len).step_by(piece.max(1)) {
+            let range = start..len.min(start + piece);
+            let master = &mut values[..range.len()];
+            optim::join(
+                threads,
+                &split.newest.unwrap_or(split.weights)[range.clone()],
+                split.remainders.as_ref().range(range.clone()),
+                master,
+            )?;
+            let slabs = Slabs {
+                shape: self.shape,
+                grad: grad.range(range.clone()),
+                master,
+                // A matrix rule's moments have sizes of their own.
+                moments: if is_elementwise {
+                    parts(&mut moments, &range)
+                } else {
+                    moments.iter_mut().map(|moment| &mut **moment).collect()
+                },
+                working: Some(FloatsMut::BF16(&mut split.weights[range.clone()])),
+            };
+            kept |= self.rule.update(threads, self.settings, slabs)?;
+            optim::split(threads, master, None, split.remainders.range(range))?;
+        }
+        Ok(kept)
     }
 
     /// The same where weights are their own masters and narrower than f32: widened, updated and
@@ -389,16 +563,27 @@ pub(super) fn each_chunk<T: Send, R: Send>(
     let len = grads
         .first()
         .map_or(0, |(dtype, grad)| floats(*dtype, grad).len());
-    let one = Threads::new(Some(1))?;
-    let chunks: Vec<Mutex<Option<T>>> = chunks.map(|chunk| Mutex::new(Some(chunk))).collect();
-    let results: Vec<Mutex<Option<Result<R>>>> = chunks.iter().map(|_| Mutex::new(None)).collect();
-    threads.run(chunks.len(), |i| {
-        let chunk = lock(&chunks[i]).take();
+    each_part(threads, chunks, |one, i, chunk| {
         let range = i * CHUNK..len.min((i + 1) * CHUNK);
         let mut sum = vec![0.0f32; range.len()];
-        let summed = sum_into(&one, grads, range, &mut sum);
-        let done = chunk.map(|chunk| summed.and_then(|()| task(&one, chunk, Floats::F32(&sum))));
-        *lock(&results[i]) = done;
+        sum_into(one, grads, range, &mut sum)?;
+        task(one, chunk, Floats::F32(&sum))
+    })
+}
+
+/// Gives `task` each part with its number, and collects the results. A part is one thread's, which
+/// `task` goes on with.
+fn each_part<T: Send, R: Send>(
+    threads: &Threads,
+    parts: impl Iterator<Item = T>,
+    task: impl Fn(&Threads, usize, T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let one = Threads::new(Some(1))?;
+    let parts: Vec<Mutex<Option<T>>> = parts.map(|part| Mutex::new(Some(part))).collect();
+    let results: Vec<Mutex<Option<Result<R>>>> = parts.iter().map(|_| Mutex::new(None)).collect();
+    threads.run(parts.len(), |i| {
+        let part = lock(&parts[i]).take();
+        *lock(&results[i]) = part.map(|part| task(&one, i, part));
     });
     let done = results
         .into_iter()
