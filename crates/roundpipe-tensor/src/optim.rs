@@ -22,6 +22,7 @@ mod finite;
 mod grads;
 mod lion;
 mod matrices;
+mod moments;
 mod muon;
 mod sgd;
 mod simd;
@@ -40,6 +41,9 @@ pub use grads::{
 };
 pub use lion::{Lion, LionSlabs};
 pub use matrices::Matrices;
+pub use moments::{
+    BLOCK, DynamicMap, MomentType, dequantize, quantize, round_randomly, scale_count,
+};
 pub use muon::{AdjustLr, Muon, MuonSlabs};
 pub use sgd::{Sgd, SgdSlabs};
 pub use split::{Remainders, RemaindersMut, follow_split, join, remainder_bytes, split};

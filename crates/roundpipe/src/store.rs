@@ -4,7 +4,7 @@
 //! A slab is flat, page-aligned and exactly as large as what lies in it: 2 bytes per bf16 weight,
 //! as many per gradient, 2 1/8 for what the weight lacks of its f32 master and 4 for each moment
 //! (or, where [`StoreConfig::optim_dtype`] asks for it, no master and 2 for each moment). f16 weights
-//! have an f32 master of 4 bytes. Parameters move into the slabs
+//! have an f32 master of 4 bytes, and [`StoreConfig::moments`] makes moments 2 bytes or one. Parameters move into the slabs
 //! when the store is made, one by one, so that the peak is the model plus one layer. What only
 //! training needs (gradients, masters, moments, the second version of weights) is made when first
 //! asked for, or by [`Store::prepare`].
@@ -51,7 +51,7 @@ pub(crate) use self::writes::Overwritten;
 use crate::error::Result;
 use crate::groups::ResolvedGroups;
 use crate::layer::Layer;
-use crate::optim::Rule;
+use crate::optim::{MomentType, Rule};
 use crate::sync::lock;
 use crate::version::{Abort, Aborted, Gate};
 
@@ -197,6 +197,11 @@ impl Store {
         } else {
             Ok(param.param.data())
         }
+    }
+
+    /// In what moments are kept, and the seed of what rounds them.
+    pub(crate) fn moment_settings(&self) -> (MomentType, u64) {
+        (self.shared.config.moments, self.shared.config.seed)
     }
 
     /// Whether a gradient was written since the last update.

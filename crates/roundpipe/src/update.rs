@@ -19,6 +19,7 @@
 
 mod function;
 mod open;
+mod pass;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostRef;
@@ -143,7 +144,7 @@ impl Store {
     pub fn apply(&self, layer: usize, apply: &Apply, abort: &Abort) -> Result<bool> {
         let rule = self.rule_or_refuse()?;
         let mut open = self.open(layer, apply.next_version, abort)?;
-        let kept = open.update(&self.shared.threads, rule, apply)?;
+        let kept = open.update(self, rule, apply)?;
         self.finish(open)?;
         Ok(kept)
     }
@@ -230,7 +231,7 @@ impl Store {
             if decision.skip {
                 open.params.iter_mut().for_each(OpenParam::keep);
             } else {
-                partial |= open.update(&self.shared.threads, rule, &apply)?;
+                partial |= open.update(self, rule, &apply)?;
             }
         }
         open.into_iter().try_for_each(|open| self.finish(open))?;
@@ -316,7 +317,7 @@ impl Store {
                     index,
                     master: layer.master(index)?,
                     split: SplitValue::of(layer, index)?,
-                    moment_shapes: layer.moment_shapes(index)?.to_vec(),
+                    moment_parts: layer.moment_parts(index)?.to_vec(),
                     moments: layer.moments(index)?,
                 });
             }

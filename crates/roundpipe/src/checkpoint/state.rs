@@ -25,7 +25,7 @@ use super::manifest::{
 use super::read::FillTarget;
 use super::write::{Snapshot, SourceBytes, SplitGuards, TensorSource};
 use crate::error::{Error, Result};
-use crate::optim::floats_mut;
+use crate::optim::{MomentPart, MomentType, floats_mut};
 use crate::planted;
 use crate::store::{Store, StoreLayer, StoredParam};
 use crate::version::Hold;
@@ -76,7 +76,7 @@ impl HeldState {
                     dtype: param.dtype.to_string(),
                     shape: param.shape.dims().to_vec(),
                     rule: rule.map(|rule| rule.to_string()),
-                    moments: layer.moment_shapes(index)?.len(),
+                    moments: layer.moment_parts(index)?.len(),
                     frozen_steps: param.frozen_steps(),
                 });
             }
@@ -108,16 +108,24 @@ impl HeldState {
             }),
             None => {
                 let value = value(layer, index, counters.steps)?;
-                self.add_held(param, Role::Value, &param.shape, value, hold)?;
+                let part = MomentPart {
+                    dtype: param.state_dtype,
+                    shape: param.shape,
+                };
+                self.add_held(param, Role::Value, part, value, hold)?;
             }
         }
         let moments = layer.moments(index)?.into_iter();
-        for (at, (memory, shape)) in moments.zip(layer.moment_shapes(index)?).enumerate() {
-            self.add_held(param, Role::Moment(at), shape, memory, hold)?;
+        for (at, (memory, part)) in moments.zip(layer.moment_parts(index)?).enumerate() {
+            self.add_held(param, Role::Moment(at), *part, memory, hold)?;
         }
         if counters.lag > 0 {
             let previous = layer.working(index, counters.steps - counters.lag)?;
-            self.add_held(param, Role::Previous, &param.shape, previous, hold)?;
+            let part = MomentPart {
+                dtype: param.dtype,
+                shape: param.shape,
+            };
+            self.add_held(param, Role::Previous, part, previous, hold)?;
         }
         Ok(())
     }
@@ -127,7 +135,7 @@ impl HeldState {
         &mut self,
         param: &StoredParam,
         role: Role,
-        shape: &Shape,
+        part: MomentPart,
         memory: HostBuf,
         hold: &Arc<Hold>,
     ) -> Result<()> {
@@ -142,21 +150,11 @@ impl HeldState {
         };
         self.tensors.push(TensorSource {
             name: tensor_name(&param.name, role),
-            dtype: role.dtype(param),
-            shape: *shape,
+            dtype: part.dtype,
+            shape: part.shape,
             bytes,
         });
         Ok(())
-    }
-}
-
-impl Role {
-    /// The type of a parameter's tensor.
-    fn dtype(self, param: &StoredParam) -> DType {
-        match self {
-            Self::Value | Self::Moment(_) => param.state_dtype,
-            Self::Previous => param.dtype,
-        }
     }
 }
 
@@ -263,9 +261,9 @@ fn check_tensors(
 ) -> Result<()> {
     let path = checkpoint.path();
     let param = &layer.params()[index];
-    let shapes = layer.moment_shapes(index)?.iter().enumerate();
+    let parts = layer.moment_parts(index)?.iter().enumerate();
     let mut wanted = vec![(Role::Value, param.state_dtype, &param.shape)];
-    wanted.extend(shapes.map(|(at, shape)| (Role::Moment(at), param.state_dtype, shape)));
+    wanted.extend(parts.map(|(at, part)| (Role::Moment(at), part.dtype, &part.shape)));
     if checkpoint.manifest().counters.lag > 0 {
         wanted.push((Role::Previous, param.dtype, &param.shape));
     }
@@ -276,23 +274,34 @@ fn check_tensors(
             return Err(differs(path, &name, what));
         };
         let tensor = checkpoint.tensor(at);
-        let found = tensor.dtype.to_string();
-        compare(
-            path,
-            &name,
-            "type (`optim_dtype`)",
-            &found,
-            &dtype.to_string(),
-        )?;
+        let (setting, found, dtype) = match role {
+            Role::Moment(_) if param.state_dtype == DType::F32 => {
+                ("`moments`", moment_name(tensor.dtype), moment_name(dtype))
+            }
+            _ => (
+                "type (`optim_dtype`)",
+                tensor.dtype.to_string(),
+                dtype.to_string(),
+            ),
+        };
+        compare(path, &name, setting, &found, &dtype)?;
         compare_shapes(path, &name, tensor.shape.dims(), shape)?;
     }
-    let more = tensor_name(&param.name, Role::Moment(layer.moment_shapes(index)?.len()));
+    let more = tensor_name(&param.name, Role::Moment(layer.moment_parts(index)?.len()));
     match (checkpoint.index(&more), store.rule()) {
         (Some(_), Some(rule)) => {
             let what = format!("is more than {rule} has; use the rule of the checkpoint");
             Err(differs(path, &more, &what))
         }
         _ => Ok(()),
+    }
+}
+
+/// What the setting is called that makes moments of this type.
+fn moment_name(dtype: DType) -> String {
+    match dtype {
+        DType::U8 => MomentType::Bits8.to_string(),
+        other => other.to_string(),
     }
 }
 

@@ -11,14 +11,14 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use roundpipe_tensor::{HostBuf, Keeper, ParamId, Shape};
+use roundpipe_tensor::{HostBuf, Keeper, ParamId};
 
 use super::layout::{MomentLayout, Sizes, StoredParam, lay_out};
 use super::writes::{Overwritten, Seen};
 use super::{LayerParams, StoreBytes, StoreShared};
 use crate::config::Lag;
 use crate::error::Result;
-use crate::optim::fill_master;
+use crate::optim::{MomentPart, fill_master};
 use crate::sync::lock;
 use crate::version::{Gate, Versions};
 
@@ -275,7 +275,7 @@ impl StoreLayer {
         param.master.map(slice).transpose()
     }
 
-    /// The moments of one of the layer's own parameters.
+    /// The moments of one of the layer's own parameters, in parts.
     pub(crate) fn moments(&self, index: usize) -> Result<Vec<HostBuf>> {
         let training = self.training()?;
         let ranges = training.moment_layout.ranges[index].iter();
@@ -285,9 +285,9 @@ impl StoreLayer {
             .collect()
     }
 
-    /// The sizes of each of them.
-    pub(crate) fn moment_shapes(&self, index: usize) -> Result<&[Shape]> {
-        Ok(&self.training()?.moment_layout.shapes[index])
+    /// The type and sizes of each of them.
+    pub(crate) fn moment_parts(&self, index: usize) -> Result<&[MomentPart]> {
+        Ok(&self.training()?.moment_layout.parts[index])
     }
 
     /// Whether training has begun, so that the layout of moments is fixed.
@@ -301,8 +301,10 @@ impl StoreLayer {
         MomentLayout::new(self.params.iter().map(|param| {
             let is_own = param.trainable && !param.users.is_empty();
             let rule = groups.of(param.home).rule.filter(|_| is_own);
-            let shapes = rule.map_or_else(Vec::new, |rule| rule.moment_shapes(&param.shape));
-            (param, shapes)
+            rule.map_or_else(Vec::new, |rule| {
+                let asked = self.shared.config.moments;
+                rule.moment_parts(&param.shape, param.state_dtype, asked)
+            })
         }))
     }
 

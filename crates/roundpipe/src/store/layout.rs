@@ -13,7 +13,7 @@ use roundpipe_tensor::{DType, Param, Shape};
 
 use super::config::StoreConfig;
 use crate::error::{Error, Result};
-use crate::optim::state_dtype;
+use crate::optim::{MomentPart, state_dtype};
 
 /// Where a parameter may start in a slab that devices copy from or to, in bytes.
 pub(super) const ALIGN: usize = 64;
@@ -195,37 +195,36 @@ fn append(end: &mut usize, bytes: usize, align: usize) -> usize {
 }
 
 /// Where the moments of a layer's parameters lie: all first moments in one slab, all second ones in
-/// the next. A pass reads and writes both at once, and slabs of their own keep them apart in the
+/// the next; with 8 bits all codes of first moments, all their scales, and so on. A pass reads and writes both at once, and slabs of their own keep them apart in the
 /// processor's cache, where two halves of one slab would often share their sets.
 #[derive(Debug, Default)]
 pub(super) struct MomentLayout {
     /// By parameter, then by moment, in bytes of the moment's slab; empty for those that live
     /// elsewhere.
     pub(super) ranges: Vec<Vec<Range<usize>>>,
-    /// The sizes of each.
-    pub(super) shapes: Vec<Vec<Shape>>,
+    /// The type and sizes of each.
+    pub(super) parts: Vec<Vec<MomentPart>>,
     /// The size of each slab.
     pub(super) slabs: Vec<usize>,
 }
 
 impl MomentLayout {
-    /// `shapes` are those that a parameter's rule keeps.
-    pub(super) fn new<'a>(params: impl Iterator<Item = (&'a StoredParam, Vec<Shape>)>) -> Self {
+    /// Those of each parameter are given in its order.
+    pub(super) fn new(params: impl Iterator<Item = Vec<MomentPart>>) -> Self {
         let mut layout = Self::default();
-        for (param, shapes) in params {
-            let size = param.state_dtype.size();
-            if layout.slabs.len() < shapes.len() {
-                layout.slabs.resize(shapes.len(), 0);
+        for parts in params {
+            if layout.slabs.len() < parts.len() {
+                layout.slabs.resize(parts.len(), 0);
             }
-            let place = |(shape, slab): (&Shape, &mut usize)| {
-                let bytes = shape.numel() * size;
+            let place = |(part, slab): (&MomentPart, &mut usize)| {
+                let bytes = part.bytes();
                 // Only the processor touches them: no padding but for the type.
                 let at = append(slab, bytes, size_of::<f32>());
                 at..at + bytes
             };
-            let places = shapes.iter().zip(&mut layout.slabs).map(place);
+            let places = parts.iter().zip(&mut layout.slabs).map(place);
             layout.ranges.push(places.collect());
-            layout.shapes.push(shapes);
+            layout.parts.push(parts);
         }
         layout
     }

@@ -15,7 +15,7 @@ use roundpipe_tensor::{DType, HostBuf, Param, Shape};
 
 use super::open::{OpenLayer, OpenParam};
 use crate::error::{Error, Result};
-use crate::optim::floats;
+use crate::optim::{MomentPart, floats};
 use crate::scaler::GradScaler;
 use crate::store::{Overwritten, StoreLayer};
 
@@ -265,7 +265,7 @@ pub struct OptimHandle {
     pub layer: usize,
     /// Sizes.
     pub shape: Shape,
-    /// Element type of the value and of the moments: f32, unless
+    /// Element type of the value: f32, unless
     /// [`Builder::optim_dtype`](crate::engine::Builder::optim_dtype) says otherwise.
     pub dtype: DType,
     pub(super) param: Param,
@@ -274,7 +274,7 @@ pub struct OptimHandle {
     pub(super) master: Option<HostBuf>,
     pub(super) split: Option<SplitValue>,
     pub(super) moments: Vec<HostBuf>,
-    pub(super) moment_shapes: Vec<Shape>,
+    pub(super) moment_parts: Vec<MomentPart>,
 }
 
 impl OptimHandle {
@@ -299,14 +299,21 @@ impl OptimHandle {
         Ok(())
     }
 
-    /// Where the rule's state lies, in the rule's order.
+    /// Where the rule's state lies, in the rule's order; where moments are kept in 8 bits, the codes
+    /// of each and then its scales.
     pub fn moments(&self) -> &[HostBuf] {
         &self.moments
     }
 
-    /// The sizes of each of the moments: those of the parameter, or of its rows and columns.
-    pub fn moment_shapes(&self) -> &[Shape] {
-        &self.moment_shapes
+    /// The sizes of each of them: those of the parameter, of its rows and columns, or the number of
+    /// scales.
+    pub fn moment_shapes(&self) -> impl ExactSizeIterator<Item = &Shape> {
+        self.moment_parts.iter().map(|part| &part.shape)
+    }
+
+    /// The element type of each of them.
+    pub fn moment_dtypes(&self) -> impl ExactSizeIterator<Item = DType> {
+        self.moment_parts.iter().map(|part| part.dtype)
     }
 
     /// A copy of the newest values, as f32.

@@ -17,19 +17,16 @@ use std::sync::Mutex;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
 use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, RemaindersMut, StepSettings};
-use roundpipe_tensor::{DType, HostBuf, Shape, bf16, f16};
+use roundpipe_tensor::{DType, HostBuf, RngSite, bf16, f16};
 
 use super::Apply;
 use super::function::OptimParam;
+use super::pass::{OpenMaster, OpenMoment, OpenSlabs, RulePass};
 use crate::error::{Error, Result};
-use crate::optim::{ParamSettings, Rule, Slabs, floats, floats_mut, floats_of};
-use crate::store::StoredParam;
+use crate::optim::{MomentType, ParamSettings, Rule, floats, floats_mut, floats_of};
+use crate::store::{Store, StoredParam};
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
-
-/// Elements whose masters are put together from weights and remainders at once: few enough for a
-/// core's first cache.
-const PIECE: usize = 1 << 12;
 
 /// A layer whose next version may be written.
 pub(super) struct OpenLayer<'a> {
@@ -40,7 +37,7 @@ pub(super) struct OpenLayer<'a> {
 
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
-    pub(super) fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
+    pub(super) fn update(&mut self, store: &Store, rule: Rule, apply: &Apply) -> Result<bool> {
         let settings = StepSettings {
             step: apply.step,
             lr: apply.lr,
@@ -50,7 +47,7 @@ impl OpenLayer<'_> {
         let mut kept = false;
         for param in &mut self.params {
             let group = apply.groups.of(param.stored.home);
-            kept |= param.update(threads, rule, settings, group)?;
+            kept |= param.update(store, rule, settings, group)?;
         }
         Ok(kept)
     }
@@ -80,7 +77,7 @@ impl OpenParam<'_> {
     /// The rule's pass with the settings of the parameter's group, or none without a gradient.
     pub(super) fn update(
         &mut self,
-        threads: &Threads,
+        store: &Store,
         rule: Rule,
         settings: StepSettings,
         group: ParamSettings,
@@ -92,6 +89,7 @@ impl OpenParam<'_> {
             self.keep();
             return Ok(false);
         }
+        let threads = &store.shared.threads;
         self.start_copy(threads)?;
         let pass = RulePass {
             rule: group.rule.unwrap_or(rule).with(group),
@@ -103,8 +101,9 @@ impl OpenParam<'_> {
             shape: self.stored.shape,
         };
         let grads = std::mem::take(&mut self.grads);
-        let is_plain = self.stored.state_dtype == DType::F32 && self.remainder.is_none();
-        let mut slabs = self.slabs()?;
+        let (moments, seed) = store.moment_settings();
+        let mut slabs = self.slabs(&pass, moments, seed)?;
+        let is_plain = slabs.are_plain();
         match &grads[..] {
             [(dtype, grad)] if is_plain || !pass.rule.is_elementwise() => {
                 pass.run(threads, floats(*dtype, grad), slabs)
@@ -125,32 +124,50 @@ impl OpenParam<'_> {
             }
             // The rule looks at whole matrices, so it needs the whole sum.
             grads => {
-                let mut sum = vec![0.0; self.stored.shape.numel()];
+                let mut sum = vec![0.0; pass.shape.numel()];
                 sum_into(threads, grads, 0..sum.len(), &mut sum)?;
-                pass.run(threads, Floats::F32(&sum), self.slabs()?)
+                pass.run(threads, Floats::F32(&sum), slabs)
             }
         }
     }
 
     /// What the rule's pass writes.
-    fn slabs(&mut self) -> Result<OpenSlabs<'_>> {
-        let state_dtype = self.stored.state_dtype;
+    fn slabs(&mut self, pass: &RulePass, moments: MomentType, seed: u64) -> Result<OpenSlabs<'_>> {
+        let stored = self.stored;
         let master = match (&mut self.master, &mut self.remainder) {
             (Some(master), _) => OpenMaster::Copy(master.as_mut_slice()),
             (None, Some(remainder)) => OpenMaster::Remainder {
                 newest: self.old.as_ref().map(HostRef::as_slice),
-                remainders: RemaindersMut::new(remainder, self.stored.shape.numel())?,
+                remainders: RemaindersMut::new(remainder, stored.shape.numel())?,
             },
             (None, None) => OpenMaster::Weights,
         };
+        let moments = match (
+            stored.state_dtype,
+            pass.rule.moment_type(&stored.shape, moments),
+        ) {
+            (DType::F32, MomentType::Bf16) => {
+                let site = RngSite {
+                    seed,
+                    step: pass.settings.step,
+                    // Apart from all that layers draw.
+                    microbatch: u32::MAX,
+                    layer: stored.home.0 as u32,
+                    site: 0,
+                };
+                OpenMoment::random(&mut self.moments, site, stored.home.1)
+            }
+            (DType::F32, MomentType::Bits8) => OpenMoment::codes(&mut self.moments),
+            (dtype, _) => {
+                let plain = self.moments.iter_mut();
+                let plain = plain.map(|moment| OpenMoment::Plain(floats_mut(dtype, moment)));
+                plain.collect()
+            }
+        };
         Ok(OpenSlabs {
-            weights: floats_mut(self.stored.dtype, &mut self.working),
+            weights: floats_mut(stored.dtype, &mut self.working),
             master,
-            moments: self
-                .moments
-                .iter_mut()
-                .map(|moment| floats_mut(state_dtype, moment))
-                .collect(),
+            moments,
         })
     }
 
@@ -357,190 +374,6 @@ impl OpenParam<'_> {
             value,
             grad,
         }
-    }
-}
-
-/// What the rule's pass writes: of a parameter, or of a chunk of one.
-struct OpenSlabs<'a> {
-    weights: FloatsMut<'a>,
-    master: OpenMaster<'a>,
-    moments: Vec<FloatsMut<'a>>,
-}
-
-/// Where the values are that a pass starts from.
-enum OpenMaster<'a> {
-    /// The weights are their own.
-    Weights,
-    /// An f32 copy.
-    Copy(&'a mut [f32]),
-    /// The weights and what they lack.
-    Remainder {
-        /// Where the next version lies in another slab.
-        newest: Option<&'a [bf16]>,
-        remainders: RemaindersMut<'a>,
-    },
-}
-
-impl OpenMaster<'_> {
-    fn chunks(&mut self) -> Box<dyn Iterator<Item = OpenMaster<'_>> + '_> {
-        match self {
-            Self::Weights => Box::new(std::iter::repeat_with(|| OpenMaster::Weights)),
-            Self::Copy(master) => Box::new(master.chunks_mut(CHUNK).map(OpenMaster::Copy)),
-            Self::Remainder { newest, remainders } => {
-                let mut newest = newest.map(|newest| newest.chunks(CHUNK));
-                let chunks = remainders.chunks(CHUNK).map(move |remainders| {
-                    let newest = newest.as_mut().and_then(Iterator::next);
-                    OpenMaster::Remainder { newest, remainders }
-                });
-                Box::new(chunks)
-            }
-        }
-    }
-}
-
-impl OpenSlabs<'_> {
-    /// Chunk by chunk, for rules whose moments are all as long as the weights.
-    fn chunks(&mut self) -> impl Iterator<Item = OpenSlabs<'_>> {
-        let mut moments: Vec<_> = self.moments.iter_mut().map(FloatsMut::chunks).collect();
-        let chunks = self.weights.chunks().zip(self.master.chunks());
-        chunks.map(move |(weights, master)| OpenSlabs {
-            weights,
-            master,
-            moments: moments.iter_mut().filter_map(Iterator::next).collect(),
-        })
-    }
-}
-
-/// Weights whose masters have remainders.
-struct SplitWeights<'a> {
-    /// What the remainders belong to, where that is not what `weights` hold so far.
-    newest: Option<&'a [bf16]>,
-    /// The next version.
-    weights: &'a mut [bf16],
-    remainders: RemaindersMut<'a>,
-}
-
-fn wide(moments: Vec<FloatsMut<'_>>) -> Vec<&mut [f32]> {
-    let wide = |moment| match moment {
-        FloatsMut::F32(moment) => moment,
-        _ => unreachable!("an f32 master has f32 moments"),
-    };
-    moments.into_iter().map(wide).collect()
-}
-
-fn parts<'a>(slabs: &'a mut [&mut [f32]], range: &Range<usize>) -> Vec<&'a mut [f32]> {
-    let part = |slab: &'a mut &mut [f32]| &mut slab[range.clone()];
-    slabs.iter_mut().map(part).collect()
-}
-
-/// The rule's pass over one parameter, or over chunks of it.
-struct RulePass {
-    rule: Rule,
-    settings: StepSettings,
-    shape: Shape,
-}
-
-impl RulePass {
-    /// Runs it; whether some elements kept their value because the new one was not finite.
-    fn run(&self, threads: &Threads, grad: Floats<'_>, slabs: OpenSlabs<'_>) -> Result<bool> {
-        let OpenSlabs {
-            weights,
-            master,
-            moments,
-        } = slabs;
-        let (master, working) = match (master, weights) {
-            (OpenMaster::Copy(master), weights) => (master, Some(weights)),
-            (OpenMaster::Remainder { newest, remainders }, FloatsMut::BF16(weights)) => {
-                let split = SplitWeights {
-                    newest,
-                    weights,
-                    remainders,
-                };
-                return self.run_split(threads, grad, split, wide(moments));
-            }
-            (_, FloatsMut::F32(master)) => (master, None),
-            (_, narrow) => return self.run_narrow(threads, grad, narrow, moments),
-        };
-        let slabs = Slabs {
-            shape: self.shape,
-            grad,
-            master,
-            moments: wide(moments),
-            working,
-        };
-        self.rule.update(threads, self.settings, slabs)
-    }
-
-    /// The same where masters are weights and remainders: put together, updated and taken apart
-    /// piece by piece, or whole for rules that look at matrices.
-    fn run_split(
-        &self,
-        threads: &Threads,
-        grad: Floats<'_>,
-        mut split: SplitWeights<'_>,
-        mut moments: Vec<&mut [f32]>,
-    ) -> Result<bool> {
-        let len = split.weights.len();
-        let is_elementwise = self.rule.is_elementwise();
-        let piece = if is_elementwise { len.min(PIECE) } else { len };
-        let mut values = vec![0.0; piece];
-        let mut kept = false;
-        for start in (0..len).step_by(piece.max(1)) {
-            let range = start..len.min(start + piece);
-            let master = &mut values[..range.len()];
-            optim::join(
-                threads,
-                &split.newest.unwrap_or(split.weights)[range.clone()],
-                split.remainders.as_ref().range(range.clone()),
-                master,
-            )?;
-            let slabs = Slabs {
-                shape: self.shape,
-                grad: grad.range(range.clone()),
-                master,
-                // A matrix rule's moments have sizes of their own.
-                moments: if is_elementwise {
-                    parts(&mut moments, &range)
-                } else {
-                    moments.iter_mut().map(|moment| &mut **moment).collect()
-                },
-                working: Some(FloatsMut::BF16(&mut split.weights[range.clone()])),
-            };
-            kept |= self.rule.update(threads, self.settings, slabs)?;
-            optim::split(threads, master, None, split.remainders.range(range))?;
-        }
-        Ok(kept)
-    }
-
-    /// The same where weights are their own masters and narrower than f32: widened, updated and
-    /// rounded once.
-    fn run_narrow(
-        &self,
-        threads: &Threads,
-        grad: Floats<'_>,
-        weights: FloatsMut<'_>,
-        moments: Vec<FloatsMut<'_>>,
-    ) -> Result<bool> {
-        let narrow: Vec<FloatsMut<'_>> = std::iter::once(weights).chain(moments).collect();
-        let mut wide = Vec::with_capacity(narrow.len());
-        for slab in &narrow {
-            let mut values = vec![0.0; slab.len()];
-            optim::cast(threads, slab.as_floats(), FloatsMut::F32(&mut values))?;
-            wide.push(values);
-        }
-        let mut slabs = wide.iter_mut().map(|values| &mut values[..]);
-        let slabs = Slabs {
-            shape: self.shape,
-            grad,
-            master: slabs.next().unwrap_or_default(),
-            moments: slabs.collect(),
-            working: None,
-        };
-        let mut kept = self.rule.update(threads, self.settings, slabs)?;
-        for (values, slab) in wide.iter().zip(narrow) {
-            kept |= optim::narrow(threads, values, slab)?;
-        }
-        Ok(kept)
     }
 }
 
