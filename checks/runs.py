@@ -21,9 +21,10 @@ def write_rows(path, rows):
 
 
 def train(program, model, data, out, *arguments):
-    """Trains on the processor in f32 into the folder `out`, which must be new."""
+    """Trains on the processor, in f32 unless told otherwise, into the folder `out`, which must be new."""
     assert not out.exists(), f"{out} is there already"
-    command = [program, "train", str(model), str(data), "--out", str(out), "devices=cpu", "dtype=f32", *arguments]
+    dtype = [] if any(word.startswith("dtype=") for word in arguments) else ["dtype=f32"]
+    command = [program, "train", str(model), str(data), "--out", str(out), "devices=cpu", *dtype, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\nended with {done.returncode}")
@@ -34,10 +35,14 @@ def settings(run):
     return tomllib.loads((run / "run.toml").read_text())
 
 
+def lines(run):
+    """The records of the run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def steps(run):
     """The steps in the run's metrics, in order."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if line["type"] == "step"]
+    found = [line for line in lines(run) if line["type"] == "step"]
     assert [step["step"] for step in found] == list(range(1, len(found) + 1)), "steps are missing"
     return found
 

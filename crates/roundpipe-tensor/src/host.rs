@@ -20,7 +20,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::bytes::Bytes;
 use crate::dtype::{DType, Element};
@@ -66,12 +66,17 @@ struct Inner {
     claims: Mutex<Claims>,
     /// Where there is no memory behind `ptr`: how to get some.
     made_on_read: Option<MadeOnRead>,
+    /// What sees bytes before they are lent for writing.
+    watch: OnceLock<Box<Watch>>,
     /// Keeps the memory behind `ptr` alive.
     owner: Box<dyn Any + Send + Sync>,
 }
 
 /// Fills a buffer whose bytes are made on read.
 type Make = dyn Fn(&HostBuf) -> Result<()> + Send + Sync;
+
+/// Sees the bytes of a range before it is lent for writing.
+type Watch = dyn Fn(Range<usize>, &[u8]) -> Result<()> + Send + Sync;
 
 /// Bytes that exist while they are read.
 struct MadeOnRead {
@@ -235,6 +240,7 @@ impl HostBuf {
             pinned: false,
             claims: Mutex::default(),
             made_on_read: Some(made_on_read),
+            watch: OnceLock::new(),
             owner: Box::new(()),
         };
         Self {
@@ -334,6 +340,7 @@ impl HostBuf {
             pinned: false,
             claims: Mutex::default(),
             made_on_read: None,
+            watch: OnceLock::new(),
             owner,
         };
         Self {
@@ -364,6 +371,7 @@ impl HostBuf {
             pinned,
             claims: Mutex::default(),
             made_on_read: None,
+            watch: OnceLock::new(),
             owner: Box::new((more, self)),
         };
         Self {
@@ -520,6 +528,19 @@ impl HostBuf {
     /// [`Error::Busy`] while the range is being read or written; [`Error::Invalid`] when it is out
     /// of bounds or its bytes stay in a file.
     pub fn write(&self, range: Range<usize>) -> Result<HostMut> {
+        let lent = self.write_unwatched(range)?;
+        if let Some(watch) = self.memory.watch.get() {
+            watch(lent.0.range.clone(), lent.as_bytes())?;
+        }
+        Ok(lent)
+    }
+
+    /// Lends `range` for writing as [`HostBuf::write`] does, but what [`HostBuf::watch`] set does not
+    /// see it: for who set it.
+    ///
+    /// # Errors
+    /// As [`HostBuf::write`].
+    pub fn write_unwatched(&self, range: Range<usize>) -> Result<HostMut> {
         if !self.memory.writable {
             let what = format!(
                 "{} stays in a file, which is only read; load it into memory to change it",
@@ -528,6 +549,16 @@ impl HostBuf {
             return Err(Error::invalid("host buffer", what));
         }
         Ok(HostMut(self.claim(range, true)?))
+    }
+
+    /// Shows `watch` the bytes of every range of the memory before it is lent for writing, through
+    /// any view; its error is the caller's. Ranges count from the start of the memory. There is one
+    /// for the life of the memory: returns false where there is one already.
+    pub fn watch(
+        &self,
+        watch: impl Fn(Range<usize>, &[u8]) -> Result<()> + Send + Sync + 'static,
+    ) -> bool {
+        self.memory.watch.set(Box::new(watch)).is_ok()
     }
 
     fn check(&self, range: &Range<usize>) -> Result<()> {
@@ -654,6 +685,11 @@ impl HostRef {
 pub struct HostMut(RangeGuard);
 
 impl HostMut {
+    fn as_bytes(&self) -> &[u8] {
+        // SAFETY: the claim is exclusive, and the guard keeps the memory alive.
+        unsafe { std::slice::from_raw_parts(self.0.ptr(), self.0.len()) }
+    }
+
     /// The bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the claim is exclusive, and the guard keeps the memory alive.
@@ -692,6 +728,31 @@ mod tests {
             assert!(all.bytes().iter().step_by(step).all(|b| *b == 0));
             assert_eq!(all.addr() % 4096, 0);
         }
+    }
+
+    /// A watch sees what is about to be overwritten, whichever view is written; not what its own
+    /// side writes. Its error gives the range back.
+    #[test]
+    fn a_watch_sees_bytes_before_they_are_written() {
+        let buf = HostBuf::from_slice("weights", &[1u8, 2, 3, 4]).unwrap();
+        let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let here = seen.clone();
+        let is_new = buf.watch(move |range, bytes| {
+            if range.end == 4 {
+                return Err(crate::error::Error::invalid("test", "no"));
+            }
+            here.lock().unwrap().push((range, bytes.to_vec()));
+            Ok(())
+        });
+        assert!(is_new && !buf.watch(|_, _| Ok(())));
+        let view = buf.slice(1..4).unwrap();
+        view.write(0..2).unwrap().bytes().fill(9);
+        view.write_unwatched(0..2).unwrap().bytes().fill(8);
+        view.write(0..1).unwrap();
+        assert!(view.write(0..3).is_err());
+        assert_eq!(buf.read_all().unwrap().bytes(), [1, 8, 8, 4]);
+        let expected = [(1..3, vec![2, 3]), (1..2, vec![8])];
+        assert_eq!(*seen.lock().unwrap(), expected);
     }
 
     /// A copy that is under way must never see its source change.

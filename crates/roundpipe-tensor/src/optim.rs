@@ -22,9 +22,11 @@ mod finite;
 mod grads;
 mod lion;
 mod matrices;
+mod moments;
 mod muon;
 mod sgd;
 mod simd;
+mod split;
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -39,8 +41,12 @@ pub use grads::{
 };
 pub use lion::{Lion, LionSlabs};
 pub use matrices::Matrices;
+pub use moments::{
+    BLOCK, DynamicMap, MomentType, dequantize, quantize, round_randomly, scale_count,
+};
 pub use muon::{AdjustLr, Muon, MuonSlabs};
 pub use sgd::{Sgd, SgdSlabs};
+pub use split::{Remainders, RemaindersMut, follow_split, join, remainder_bytes, split};
 
 use simd::GradFactors;
 

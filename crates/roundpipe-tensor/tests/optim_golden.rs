@@ -1,12 +1,14 @@
-//! Ten steps of each optimizer against PyTorch, of Lion against optax; `fixtures/make_optim.py`,
-//! `fixtures/make_matrix_optim.py` and `fixtures/make_lion.py` make the files.
+//! Ten steps of each optimizer against PyTorch, of Lion against optax, moments of 8 bits against
+//! bitsandbytes; `fixtures/make_optim.py`, `fixtures/make_matrix_optim.py`, `fixtures/make_lion.py` and
+//! `fixtures/make_moments.py` make the files.
 
-use roundpipe_tensor::Shape;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{
-    Adafactor, AdafactorSlabs, Adam, AdamSlabs, AdamW, AdjustLr, Lion, LionSlabs, Matrices, Muon,
-    MuonSlabs, SecondMoment, Sgd, SgdSlabs, StepSettings,
+    Adafactor, AdafactorSlabs, Adam, AdamSlabs, AdamW, AdjustLr, BLOCK, DynamicMap, Floats, Lion,
+    LionSlabs, Matrices, Muon, MuonSlabs, SecondMoment, Sgd, SgdSlabs, StepSettings, dequantize,
+    quantize, scale_count,
 };
+use roundpipe_tensor::{Shape, bf16};
 use safetensors::SafeTensors;
 
 const STEPS: u64 = 10;
@@ -34,14 +36,18 @@ impl Golden {
     }
 
     fn tensor(&self, name: &str) -> Vec<f32> {
+        self.elements(name, f32::from_le_bytes)
+    }
+
+    fn bytes(&self, name: &str) -> Vec<u8> {
+        self.elements(name, |[byte]| byte)
+    }
+
+    fn elements<T, const N: usize>(&self, name: &str, read: impl Fn([u8; N]) -> T) -> Vec<T> {
         let file = SafeTensors::deserialize(&self.bytes).unwrap();
         let data = file.tensor(name).unwrap();
-        data.data()
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|&b| f32::from_le_bytes(b))
-            .collect()
+        let (elements, _) = data.data().as_chunks::<N>();
+        elements.iter().map(|&bytes| read(bytes)).collect()
     }
 
     /// Row `row` of a tensor of `rows`.
@@ -372,4 +378,82 @@ fn muon_follows_pytorch() {
     check_muon(&golden, "muon_match", 1e-5, 1e-2, matched);
     check_muon(&golden, "muon_plain", 1e-5, 5e-2, plain);
     check_muon(&golden, "bf16_muon", 2e-2, 1e-2, base);
+}
+
+/// The values of both maps, codes and scales are those of bitsandbytes; what they stand for, too.
+#[test]
+fn blocks_of_8_bits_are_those_of_bitsandbytes() {
+    let golden = Golden::named("moments");
+    let one = Threads::new(Some(1)).unwrap();
+    for (name, map) in [
+        ("signed", DynamicMap::Signed),
+        ("unsigned", DynamicMap::Unsigned),
+    ] {
+        let of = |what: &str| golden.tensor(&format!("{name}.{what}"));
+        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(map.values()), bits(&of("map")), "{name}");
+        let x = of("x");
+        let mut codes = vec![0; x.len()];
+        let mut scales = vec![0.0; scale_count(x.len())];
+        quantize(&one, map, &x, &mut codes, &mut scales).unwrap();
+        assert_eq!(bits(&scales), bits(&of("scales")), "{name}");
+        let mut back = vec![f32::NAN; x.len()];
+        dequantize(&one, map, &codes, &scales, &mut back).unwrap();
+        // A block of zeros has a scale of 0, and any code.
+        let expected = golden.bytes(&format!("{name}.codes"));
+        let is_zero = |i: usize| scales[i / BLOCK] == 0.0;
+        let differ = (0..x.len()).find(|&i| codes[i] != expected[i] && !is_zero(i));
+        assert_eq!(differ, None, "{name}");
+        let same = |(a, b): (&f32, &f32)| a == b;
+        assert!(back.iter().zip(&of("back")).all(same), "{name}");
+    }
+}
+
+/// Five steps of AdamW with moments of 8 bits. PyTorch fuses some operations, so that a code may be
+/// the next one where a moment lies between two.
+#[test]
+fn adamw_with_8_bits_is_that_of_bitsandbytes() {
+    let golden = Golden::named("moments");
+    let one = Threads::new(Some(1)).unwrap();
+    let mut param = golden.tensor("adamw.start");
+    let numel = param.len();
+    let grads: Vec<bf16> = golden.elements("adamw.grads", bf16::from_le_bytes);
+    let maps = [DynamicMap::Signed, DynamicMap::Unsigned];
+    let mut moments = maps.map(|_| vec![0.0; numel]);
+    let mut codes = maps.map(|_| vec![0; numel]);
+    let mut scales = maps.map(|_| vec![0.0; scale_count(numel)]);
+    for step in 1..=5 {
+        let grad = &grads[(step - 1) * numel..step * numel];
+        let [exp_avg, exp_avg_sq] = &mut moments;
+        let slabs = AdamSlabs {
+            grad: Floats::BF16(grad),
+            master: &mut param,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq: None,
+            working: None,
+        };
+        let settings = StepSettings::new(step as u64, 1e-2);
+        AdamW::default().step(&one, settings, slabs).unwrap();
+        for i in [0, 1] {
+            quantize(&one, maps[i], &moments[i], &mut codes[i], &mut scales[i]).unwrap();
+            dequantize(&one, maps[i], &codes[i], &scales[i], &mut moments[i]).unwrap();
+        }
+        let row = match step {
+            1 => 0,
+            5 => 1,
+            _ => continue,
+        };
+        let expected = golden.row("adamw.param", row, 2);
+        let differ = |(a, b): (&f32, &f32)| (a - b).abs() > 1e-6 + 1e-6 * b.abs();
+        let count = param.iter().zip(&expected).filter(|x| differ(*x)).count();
+        assert!(count <= numel / 200, "step {step}: {count} of {numel}");
+    }
+    for (i, codes) in codes.iter().enumerate() {
+        let expected = golden.bytes(&format!("adamw.codes{}", i + 1));
+        let off = codes.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b));
+        assert!(off.clone().all(|off| off <= 1), "moment {i}");
+        let count = off.filter(|off| *off > 0).count();
+        assert!(count <= numel / 200, "moment {i}: {count} of {numel}");
+    }
 }

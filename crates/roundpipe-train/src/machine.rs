@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use roundpipe::{
-    Bytes, Cx, DType, Device, HostBudget, Params, RoundPipe, Rule, Sequential, Shape, TensorResult,
-    Worker,
+    Bytes, Cx, DType, Device, HostBudget, MomentType, Params, RoundPipe, Rule, Sequential,
+    TensorResult, Worker,
 };
 
 /// After so long, what was seen of a slow device is enough.
@@ -47,16 +47,34 @@ pub fn product_rate(device: Arc<dyn Device>, dtype: DType) -> TensorResult<f64> 
 
 /// Host memory that training a model takes, by name; activations are not known from parameters.
 pub fn training_budget(layers: &Sequential, rule: &Rule, second_version: bool) -> HostBudget {
-    training_budget_of(layers, rule, second_version, DType::F32)
+    training_budget_of(layers, rule, second_version, StateTypes::default())
 }
 
-/// The same for an optimizer whose state has a type of its own: bf16 weights with a state in bf16
+/// What masters and moments are kept in.
+#[derive(Debug, Clone, Copy)]
+pub struct StateTypes {
+    /// Of both, where it is the weights' own; f32 elsewhere.
+    pub optim_dtype: DType,
+    /// Of moments whose state is f32.
+    pub moments: MomentType,
+}
+
+impl Default for StateTypes {
+    fn default() -> Self {
+        Self {
+            optim_dtype: DType::F32,
+            moments: MomentType::F32,
+        }
+    }
+}
+
+/// The same for an optimizer whose state has types of its own: bf16 weights with a state in bf16
 /// are their own masters.
 pub fn training_budget_of(
     layers: &Sequential,
     rule: &Rule,
     second_version: bool,
-    state: DType,
+    state: StateTypes,
 ) -> HostBudget {
     let mut params = layers.named_params();
     params.sort_by_key(|(_, param)| param.id());
@@ -65,17 +83,14 @@ pub fn training_budget_of(
     let mut budget = HostBudget::training(params(), 0, second_version);
     budget.masters = 0;
     for param in params().filter(|param| param.is_trainable()) {
-        let state = if state == DType::F32 {
-            param.dtype().accumulator()
-        } else {
-            state
-        };
-        let elements = |shape: &Shape| (shape.numel() * state.size()) as u64;
-        if state != param.dtype() {
-            budget.masters += elements(param.shape());
+        let StateTypes {
+            optim_dtype,
+            moments,
+        } = state;
+        if optim_dtype != param.dtype() {
+            budget.masters += HostBudget::master_bytes(param);
         }
-        let moments = rule.moment_shapes(param.shape());
-        budget.moments += moments.iter().map(elements).sum::<u64>();
+        budget.moments += rule.moment_bytes(param.shape(), param.dtype(), optim_dtype, moments);
     }
     // Each layer has a gradient of its own for a weight that it shares, as a tied head does.
     let mut seen = BTreeSet::new();

@@ -19,7 +19,7 @@ use roundpipe_models::{
 use crate::bytes;
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
-use crate::machine;
+use crate::machine::{self, StateTypes};
 use crate::settings::{Method, PinName, RuleName, Settings, TypeName};
 
 /// Embedding rows come in multiples of this.
@@ -234,7 +234,10 @@ fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result
 
 /// Host memory of training, by name.
 pub(crate) fn host_budget(model: &Model, settings: &Settings) -> HostBudget {
-    let state = DType::from(settings.state_dtype);
+    let state = StateTypes {
+        optim_dtype: settings.state_dtype.into(),
+        moments: settings.moments.into(),
+    };
     machine::training_budget_of(&model.layers, &rule(settings), settings.lag == 1, state)
 }
 

@@ -22,8 +22,8 @@ mod subject;
 use std::sync::Arc;
 
 use roundpipe::{
-    Bytes, ExecutePlan, HostBudget, HostTensor, Lag, LayerCosts, Params, PlanKind, RoundPipe,
-    Schedule, Setting, StoreBytes, Timeline, simulate,
+    Bytes, DType, ExecutePlan, HostBudget, HostTensor, Lag, LayerCosts, Params, PlanKind,
+    RoundPipe, Schedule, Setting, StoreBytes, Timeline, simulate,
 };
 use roundpipe_data::TrainBatch;
 use roundpipe_models::Model;
@@ -380,8 +380,10 @@ impl Host {
         let params = model.trainable_params();
         let trained: usize = params.iter().map(|(_, p)| p.shape().numel()).sum();
         let weights: usize = params.iter().map(|(_, p)| p.bytes()).sum();
-        // Without a master the weights are read, too.
-        let read = if budget.masters == 0 { weights } else { 0 };
+        // The weights are read, too, unless an f32 copy of them is.
+        let has_copy = |dtype| dtype == DType::F16;
+        let copied = params.iter().filter(|(_, p)| has_copy(p.dtype()));
+        let read = weights - copied.map(|(_, p)| p.bytes()).sum::<usize>();
         let state = budget.gradients + 2 * budget.masters + 2 * budget.moments;
         Self {
             update_bytes: (state + (weights + read) as u64) as f64,
@@ -761,9 +763,14 @@ impl Maker<'_> {
         let store = &self.later.store;
         let versions = if self.asked.settings.lag == 1 { 2 } else { 1 };
         let weights = store.weights as u64 / versions;
-        let only_copy = if store.masters == 0 { weights } else { 0 };
+        // A master is saved as f32, however the store holds it.
+        let values = if store.masters == 0 {
+            weights
+        } else {
+            self.host.trained * size_of::<f32>() as u64
+        };
         let older = if versions == 2 { weights } else { 0 };
-        store.masters as u64 + store.moments as u64 + only_copy + older
+        values + store.moments as u64 + older
     }
 
     fn disk_use(&self) -> MemoryUse {

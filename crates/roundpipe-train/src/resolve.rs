@@ -9,7 +9,7 @@ use roundpipe_models::ModelConfig;
 
 use crate::error::{Error, Result};
 use crate::settings::{
-    LearnName, Method, Objective, RuleName, Schedule, Settings, TooLongName, TypeName,
+    LearnName, Method, MomentsName, Objective, RuleName, Schedule, Settings, TooLongName, TypeName,
     ValidationSetting,
 };
 
@@ -418,6 +418,12 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
     }
     if settings.state_dtype == TypeName::F16 {
         return refuse("state_dtype is f32 or bf16; f16 has too few exponents for moments".into());
+    }
+    if settings.state_dtype == TypeName::Bf16 && settings.moments != MomentsName::F32 {
+        return refuse(
+            "moments is of no use beside state_dtype=bf16, which makes moments bf16 too; set one of them"
+                .into(),
+        );
     }
     if settings.sample_tokens > config.max_positions {
         return refuse(format!(

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-use roundpipe::{Bytes, DType, Grain, Pin, Quantization};
+use roundpipe::{Bytes, DType, Grain, MomentType, Pin, Quantization};
 use roundpipe_data::{BadRows, Format, Learn, TooLong};
 use toml::Value;
 
@@ -118,6 +118,18 @@ choice! {
     }
 }
 choice! {
+    /// In what the optimizer's moments are kept.
+    MomentsName {
+        /// 32 bits.
+        #[default]
+        F32 = "f32",
+        /// 16 bits, rounded at random.
+        Bf16 = "bf16",
+        /// 8 bits, with a scale per 256 elements, as bitsandbytes.
+        Bits8 = "8bit",
+    }
+}
+choice! {
     /// How frozen weights are kept.
     QuantizeName {
         /// Four bits, as bitsandbytes' NF4.
@@ -214,6 +226,16 @@ impl From<TypeName> for DType {
             TypeName::Bf16 => Self::BF16,
             TypeName::F16 => Self::F16,
             TypeName::F32 => Self::F32,
+        }
+    }
+}
+
+impl From<MomentsName> for MomentType {
+    fn from(name: MomentsName) -> Self {
+        match name {
+            MomentsName::F32 => Self::F32,
+            MomentsName::Bf16 => Self::Bf16,
+            MomentsName::Bits8 => Self::Bits8,
         }
     }
 }
@@ -471,6 +493,7 @@ pub struct Settings {
     pub stages: Option<usize>,
     pub dtype: Option<TypeName>,
     pub state_dtype: TypeName,
+    pub moments: MomentsName,
     pub lag: u64,
     pub grain: GrainName,
     /// Whether nothing is kept for recomputes.
@@ -543,6 +566,7 @@ impl Default for Settings {
             stages: None,
             dtype: None,
             state_dtype: TypeName::F32,
+            moments: MomentsName::F32,
             lag: 0,
             grain: GrainName::Stage,
             recompute_all: false,
@@ -648,7 +672,8 @@ impl Settings {
         key!(data_threads, Free, "threads that read and tokenise");
         key!(stages, Free, "at least so many stages; planned by default");
         key!(dtype, Fixed, "bf16, f16 or f32; the model's own on GPUs, f32 on a processor");
-        key!(state_dtype, Fixed, "of the optimizer: f32, or bf16 for half the memory");
+        key!(state_dtype, Fixed, "of the optimizer's masters and moments: f32, or bf16 for half the memory");
+        key!(moments, Fixed, "of the optimizer: \"f32\", \"bf16\" (rounded at random) or \"8bit\" (by blocks): 14, 10 or 8 bytes of host memory a bf16 weight in all");
         key!(lag, Fixed, "0: every step sees the newest weights; 1: the update runs beside the next step (2% faster, 2 bytes a weight more)");
         key!(recompute_all, Free, "keep no results of forwards for their recompute (slower, less GPU memory)");
         key!(grain, Free, "recompute by \"stage\" or by \"layer\" (less GPU memory)");

@@ -392,6 +392,7 @@ pub(crate) fn build(
         .optimizer(rule(settings))
         .groups(groups(settings))
         .optim_dtype(settings.state_dtype.into())
+        .moments(settings.moments.into())
         .max_lag(lag(settings))
         .fp8(settings.fp8)
         .devices(devices.to_vec())

@@ -11,7 +11,8 @@
 
 use std::fmt;
 
-use roundpipe_tensor::{Bytes, Param};
+use roundpipe_tensor::optim::remainder_bytes;
+use roundpipe_tensor::{Bytes, DType, Param};
 
 use crate::error::{Error, Result};
 
@@ -54,7 +55,7 @@ pub struct HostBudget {
     pub weights: u64,
     /// Gradients.
     pub gradients: u64,
-    /// f32 copies of narrower weights.
+    /// Masters of narrower weights: what bf16 weights lack of them, f32 copies of f16 weights.
     pub masters: u64,
     /// State of the rule.
     pub moments: u64,
@@ -87,14 +88,20 @@ impl HostBudget {
             let wide = (param.shape().numel() * accumulator.size()) as u64;
             budget.weights += if second_version { bytes } else { 0 };
             budget.gradients += bytes;
-            budget.masters += if accumulator == param.dtype() {
-                0
-            } else {
-                wide
-            };
+            budget.masters += Self::master_bytes(param);
             budget.moments += moments * wide;
         }
         budget
+    }
+
+    /// What the master of a trained parameter takes beside its weights.
+    pub fn master_bytes(param: &Param) -> u64 {
+        let len = param.shape().numel();
+        match (param.dtype(), param.dtype().accumulator()) {
+            (DType::BF16, _) => remainder_bytes(len) as u64,
+            (own, wide) if own == wide => 0,
+            (_, wide) => (len * wide.size()) as u64,
+        }
     }
 
     /// All of it that takes memory.

@@ -92,7 +92,7 @@ pub use exec::ring::{Ring, RingOptions};
 pub use groups::{ParamGroup, ParamRule};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
-pub use optim::{Rule, StepReport, Update};
+pub use optim::{MomentType, Rule, StepReport, Update};
 pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{

@@ -20,7 +20,7 @@ use roundpipe_tensor::optim::{
 };
 use roundpipe_tensor::{DType, HostBuf, Param, Shape};
 
-pub use roundpipe_tensor::optim::{Adafactor, Adam, AdamW, AdjustLr, Lion, Muon, Sgd};
+pub use roundpipe_tensor::optim::{Adafactor, Adam, AdamW, AdjustLr, Lion, MomentType, Muon, Sgd};
 
 use crate::error::{Error, Result};
 
@@ -56,6 +56,22 @@ pub enum Rule {
     },
     /// Gradient descent.
     Sgd(Sgd),
+}
+
+/// Parameters with fewer elements keep f32 moments where others have 8 bits.
+const LEAST_IN_8_BITS: usize = 4096;
+
+/// Memory that a moment, or part of one, lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MomentPart {
+    pub dtype: DType,
+    pub shape: Shape,
+}
+
+impl MomentPart {
+    pub fn bytes(&self) -> usize {
+        self.shape.numel() * self.dtype.size()
+    }
 }
 
 /// What one parameter has that is not the rule's.
@@ -157,6 +173,59 @@ impl Rule {
             },
             Self::Sgd(rule) => vec![*shape; usize::from(rule.momentum != 0.0)],
         }
+    }
+
+    /// In what the moments of a parameter of this shape are kept, where `asked` says how. Adafactor's
+    /// are a number per row and column, and stay f32; so do, with 8 bits, those of parameters with
+    /// fewer than 4,096 elements, as in bitsandbytes.
+    pub fn moment_type(&self, shape: &Shape, asked: MomentType) -> MomentType {
+        let is_small = asked == MomentType::Bits8 && shape.numel() < LEAST_IN_8_BITS;
+        if is_small || matches!(self, Self::Adafactor(_)) {
+            return MomentType::F32;
+        }
+        asked
+    }
+
+    /// The pieces of memory that moments lie in, where they are kept in `dtype`, or as `asked` where
+    /// that is f32: with 8 bits the codes of a moment, then its scales.
+    pub(crate) fn moment_parts(
+        &self,
+        shape: &Shape,
+        dtype: DType,
+        asked: MomentType,
+    ) -> Vec<MomentPart> {
+        let shapes = self.moment_shapes(shape);
+        let whole = |dtype| move |shape| MomentPart { dtype, shape };
+        match self.moment_type(shape, asked) {
+            MomentType::Bf16 if dtype == DType::F32 => {
+                shapes.into_iter().map(whole(DType::BF16)).collect()
+            }
+            MomentType::Bits8 if dtype == DType::F32 => {
+                let parts = shapes.into_iter().flat_map(|shape| {
+                    let scales = Shape::new(&[optim::scale_count(shape.numel())]);
+                    [
+                        whole(DType::U8)(shape),
+                        whole(DType::F32)(scales.expect("fewer than elements")),
+                    ]
+                });
+                parts.collect()
+            }
+            _ => shapes.into_iter().map(whole(dtype)).collect(),
+        }
+    }
+
+    /// Bytes of the moments of a trained parameter, with masters and moments in `optim_dtype` where
+    /// the parameter has that type, and moments as `asked` elsewhere.
+    pub fn moment_bytes(
+        &self,
+        shape: &Shape,
+        dtype: DType,
+        optim_dtype: DType,
+        asked: MomentType,
+    ) -> u64 {
+        let state = state_dtype("", dtype, optim_dtype).unwrap_or(DType::F32);
+        let parts = self.moment_parts(shape, state, asked);
+        parts.iter().map(|part| part.bytes() as u64).sum()
     }
 
     /// What it does with one parameter, by any of its names: [`Rule::Muon`] is AdamW for some.
@@ -515,6 +584,21 @@ pub(crate) fn check_optim_dtype(dtype: DType) -> Result<()> {
         other => format!("{other}; masters and moments are f32 or bf16"),
     };
     Err(Error::config("optim_dtype", what))
+}
+
+/// Refuses moments of a type of their own beside a state that has one already.
+///
+/// # Errors
+/// [`Error::Config`] with the reason.
+pub(crate) fn check_moments(moments: MomentType, optim_dtype: DType) -> Result<()> {
+    if moments == MomentType::F32 || optim_dtype == DType::F32 {
+        return Ok(());
+    }
+    let what = format!(
+        "{moments}, and `optim_dtype` is {optim_dtype}, which makes moments {optim_dtype} too; set \
+         one of them"
+    );
+    Err(Error::config("moments", what))
 }
 
 /// Writes the parameter's values to `master`.

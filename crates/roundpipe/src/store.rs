@@ -2,8 +2,9 @@
 //! kind.
 //!
 //! A slab is flat, page-aligned and exactly as large as what lies in it: 2 bytes per bf16 weight,
-//! as many per gradient, 4 for the master and 4 for each moment (or, where
-//! [`StoreConfig::optim_dtype`] asks for it, no master and 2 for each moment). Parameters move into the slabs
+//! as many per gradient, 2 1/8 for what the weight lacks of its f32 master and 4 for each moment
+//! (or, where [`StoreConfig::optim_dtype`] asks for it, no master and 2 for each moment). f16 weights
+//! have an f32 master of 4 bytes, and [`StoreConfig::moments`] makes moments 2 bytes or one. Parameters move into the slabs
 //! when the store is made, one by one, so that the peak is the model plus one layer. What only
 //! training needs (gradients, masters, moments, the second version of weights) is made when first
 //! asked for, or by [`Store::prepare`].
@@ -18,6 +19,8 @@
 //! - A parameter has one home: the first layer that names it. Other layers refer to it.
 //! - Every (layer, trainable parameter) pair has its own gradient range: what one layer writes
 //!   depends on no other layer.
+//! - The remainders of a layer belong to its newest version: at lag 1 an update reads the weights of
+//!   the version before, and writes the next with the remainders that belong to that.
 //! - A parameter's [`Param::data`] is the newest published version. The store sees what the
 //!   user writes there: the next update starts from it, and a write to an older version is refused by the
 //!   next update.
@@ -44,10 +47,11 @@ use self::keeper::{StoreKeeper, claimable};
 pub use self::layer::StoreLayer;
 use self::layout::ALIGN;
 pub use self::layout::StoredParam;
+pub(crate) use self::writes::Overwritten;
 use crate::error::Result;
 use crate::groups::ResolvedGroups;
 use crate::layer::Layer;
-use crate::optim::Rule;
+use crate::optim::{MomentType, Rule};
 use crate::sync::lock;
 use crate::version::{Abort, Aborted, Gate};
 
@@ -91,7 +95,8 @@ pub struct StoreBytes {
     pub in_files: usize,
     /// Gradients.
     pub gradients: usize,
-    /// f32 copies of narrower weights; none where the state has the weights' own type.
+    /// Masters of narrower weights: what bf16 weights lack of them, f32 copies of f16 weights; none
+    /// where the state has the weights' own type.
     pub masters: usize,
     /// State of the rule.
     pub moments: usize,
@@ -192,6 +197,11 @@ impl Store {
         } else {
             Ok(param.param.data())
         }
+    }
+
+    /// In what moments are kept, and the seed of what rounds them.
+    pub(crate) fn moment_settings(&self) -> (MomentType, u64) {
+        (self.shared.config.moments, self.shared.config.seed)
     }
 
     /// Whether a gradient was written since the last update.

@@ -19,12 +19,14 @@
 
 mod function;
 mod open;
+mod pass;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostRef;
-use roundpipe_tensor::optim::{self, CHUNK, Floats};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, RemaindersMut};
 use roundpipe_tensor::{DType, HostBuf};
 
+use self::function::SplitValue;
 pub use self::function::{FunctionReport, OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
@@ -142,7 +144,7 @@ impl Store {
     pub fn apply(&self, layer: usize, apply: &Apply, abort: &Abort) -> Result<bool> {
         let rule = self.rule_or_refuse()?;
         let mut open = self.open(layer, apply.next_version, abort)?;
-        let kept = open.update(&self.shared.threads, rule, apply)?;
+        let kept = open.update(self, rule, apply)?;
         self.finish(open)?;
         Ok(kept)
     }
@@ -229,7 +231,7 @@ impl Store {
             if decision.skip {
                 open.params.iter_mut().for_each(OpenParam::keep);
             } else {
-                partial |= open.update(&self.shared.threads, rule, &apply)?;
+                partial |= open.update(self, rule, &apply)?;
             }
         }
         open.into_iter().try_for_each(|open| self.finish(open))?;
@@ -246,8 +248,8 @@ impl Store {
     /// gradients as they are stored. Then the working weights of the next version are rounded from
     /// the values.
     ///
-    /// While it runs, a backup takes 4 bytes per trainable parameter, and a shared parameter's
-    /// summed gradient takes 4 more.
+    /// While it runs, a backup or (for bf16 weights) the values take 4 bytes per trainable parameter,
+    /// and a shared parameter's summed gradient takes 4 more.
     ///
     /// # Errors
     /// What the function returns; [`Error::Config`] when it made a finite value infinite or NaN;
@@ -277,7 +279,8 @@ impl Store {
             all.each().for_each(OpenParam::undo);
         } else {
             // Every value before the first weight: what is refused leaves nothing behind.
-            all.each().try_for_each(|param| param.check_finite())?;
+            all.each()
+                .try_for_each(|param| param.check_finite(threads))?;
             all.each().try_for_each(|param| param.round(threads))?;
             all.each().for_each(|param| param.backup = None);
         }
@@ -311,8 +314,10 @@ impl Store {
                     shape: param.shape,
                     param: param.param.clone(),
                     dtype: param.state_dtype,
+                    index,
                     master: layer.master(index)?,
-                    moment_shapes: layer.moment_shapes(index)?.to_vec(),
+                    split: SplitValue::of(layer, index)?,
+                    moment_parts: layer.moment_parts(index)?.to_vec(),
                     moments: layer.moments(index)?,
                 });
             }
@@ -334,15 +339,52 @@ impl Store {
                 if !layer.is_written(index, slab, &seen) {
                     continue;
                 }
+                if let Some(remainder) = layer.remainder(index)? {
+                    let weights = layer.working(index, version)?.read_all()?;
+                    let mut remainder = remainder.write(0..remainder.len())?;
+                    if let Some(before) = layer.before_writes(index, slab, weights.bytes()) {
+                        let remainders = RemaindersMut::new(&mut remainder, before.len())?;
+                        let threads = &self.shared.threads;
+                        optim::follow_split(threads, &before, weights.as_slice(), remainders)?;
+                    }
+                }
                 if let Some(master) = layer.master(index)? {
                     let weights = layer.working(index, version)?.read_all()?;
                     let mut master = master.write(0..master.len())?;
                     let weights = floats(param.dtype, &weights);
                     optim::follow(&self.shared.threads, weights, master.as_mut_slice())?;
                 }
-                seen.params[index][slab] = layer.writes(index, slab);
+                layer.take_as_seen(index, slab, &mut seen);
             }
         }
+        Ok(())
+    }
+
+    /// Gives a parameter another value, in the type of its handle; its weights follow at once or,
+    /// where the value is an f32 copy, with [`Store::weights_from_copies`]. Between steps only.
+    ///
+    /// # Errors
+    /// When a slab is in use elsewhere. Panics for a value of another size.
+    pub fn set_value(&self, handle: &OptimHandle, value: &HostRef) -> Result<()> {
+        let layer = self.layer(handle.layer);
+        let Some(remainder) = layer.remainder(handle.index)? else {
+            let home = handle.value();
+            home.write(0..home.len())?
+                .bytes()
+                .copy_from_slice(value.bytes());
+            return Ok(());
+        };
+        let mut seen = layer.lock_seen();
+        let version = layer.versions().current();
+        let slab = layer.versions().slab(version);
+        let home = layer.working(handle.index, version)?;
+        let mut weights = home.write_unwatched(0..home.len())?;
+        let mut remainder = remainder.write(0..remainder.len())?;
+        let values = value.as_slice();
+        let remainders = RemaindersMut::new(&mut remainder, values.len())?;
+        let weights = weights.as_mut_slice();
+        optim::split(&self.shared.threads, values, Some(weights), remainders)?;
+        layer.take_as_seen(handle.index, slab, &mut seen);
         Ok(())
     }
 
@@ -393,7 +435,7 @@ impl Store {
         // memory.
         let ticket = here.versions().wait_writable(next_version, abort)?;
         let two = here.versions().slabs() == 2;
-        let all = |buf: HostBuf| buf.write(0..buf.len());
+        let all = |buf: HostBuf| buf.write_unwatched(0..buf.len());
         let mut seen = here.lock_seen();
         let newest = here.versions().slab(next_version - 1);
         let next = here.versions().slab(next_version);
@@ -423,6 +465,7 @@ impl Store {
                 old,
                 working,
                 master: here.master(index)?.map(all).transpose()?,
+                remainder: here.remainder(index)?.map(all).transpose()?,
                 moments: here
                     .moments(index)?
                     .into_iter()
@@ -431,8 +474,9 @@ impl Store {
                 backup: None,
             };
             if written {
-                param.follow(&self.shared.threads)?;
-                seen.params[index][newest] = here.writes(index, newest);
+                let before = here.before_writes(index, newest, param.newest_bytes());
+                param.follow(&self.shared.threads, before.as_deref())?;
+                here.take_as_seen(index, newest, &mut seen);
             }
             params.push(param);
         }
@@ -451,8 +495,12 @@ impl Store {
             ticket,
             params,
         } = open;
-        // The write guards first: a reader that the new version wakes would find the slab busy.
-        drop(params);
+        // The write guards before the version: a reader that it wakes would find the slab busy. The
+        // remainders stay closed until the parameters have moved to the weights that they belong to.
+        let remainders: Vec<_> = params
+            .into_iter()
+            .map(|mut param| param.remainder.take())
+            .collect();
         let here = &self.layers()[layer];
         for (index, param) in here.own_trainable() {
             param.param.rehome(here.working(index, ticket.version())?)?;
@@ -462,6 +510,7 @@ impl Store {
                 self.layers()[layer].set_filled(index, false);
             }
         }
+        drop(remainders);
         ticket.publish();
         Ok(())
     }

@@ -100,7 +100,7 @@ use crate::error::{Error, Result};
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
 use crate::layer::{Layer, ParamVisitor, Params, Sequential};
-use crate::optim::Rule;
+use crate::optim::{MomentType, Rule};
 use crate::tree::Tree;
 
 /// A module with children, which its forward calls by their names.
@@ -333,6 +333,9 @@ pub struct WrapConfig {
     /// The type of the optimizer's masters and moments, as
     /// [`Builder::optim_dtype`](crate::engine::Builder::optim_dtype); f32 by default.
     pub optim_dtype: DType,
+    /// In what the optimizer's moments are kept, as
+    /// [`Builder::moments`](crate::engine::Builder::moments); f32 by default.
+    pub moments: MomentType,
     /// How host memory is pinned: of weights, of gradients and, in a ring that is made from the
     /// devices, of activations.
     pub pin: Pin,
@@ -360,6 +363,7 @@ impl Default for WrapConfig {
             seed: 0,
             grad_dtype: None,
             optim_dtype: DType::F32,
+            moments: MomentType::F32,
             pin: Pin::default(),
             optimizer_threads: None,
         }
@@ -886,6 +890,7 @@ fn builder<M: Layer + 'static>(
         .max_lag(config.max_lag)
         .seed(config.seed)
         .optim_dtype(config.optim_dtype)
+        .moments(config.moments)
         .pin(config.pin);
     if let Some(rule) = config.optimizer {
         builder = builder.optimizer(rule);

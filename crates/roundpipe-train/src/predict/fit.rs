@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{Prediction, Subject, exceeds_host, machine::Machine, predict};
 use crate::error::{Error, Result};
-use crate::settings::{GrainName, Method, PinName, RuleName, Settings, TypeName};
+use crate::settings::{GrainName, Method, MomentsName, PinName, RuleName, Settings, TypeName};
 
 /// Ways that are offered.
 const OFFERED: usize = 3;
@@ -180,10 +180,24 @@ fn changes(subject: &Subject, settings: &Settings) -> Vec<Change> {
         let costs = "frozen weights are read from the disk at every use";
         add("pin", 4, "pin=off", costs, apply);
     }
-    if is_full && settings.state_dtype == TypeName::F32 {
-        let apply = Box::new(|s: &mut Settings| s.state_dtype = TypeName::Bf16);
+    let has_f32_state = settings.state_dtype == TypeName::F32;
+    if is_full && has_f32_state && settings.moments != MomentsName::Bits8 {
+        let apply = Box::new(|s: &mut Settings| s.moments = MomentsName::Bits8);
+        let costs = "moments have 8 bits and a scale per 256 elements";
+        // About the same setting as the next: both at once are refused.
+        add("state_dtype", 4, "moments=8bit", costs, apply);
+    }
+    if is_full && has_f32_state {
+        let apply = Box::new(|s: &mut Settings| {
+            s.state_dtype = TypeName::Bf16;
+            s.moments = MomentsName::F32;
+        });
         let costs = "the optimizer's state is rounded to bf16";
-        add("state_dtype", 5, "state_dtype=bf16", costs, apply);
+        let arguments = match settings.moments {
+            MomentsName::F32 => "state_dtype=bf16",
+            _ => "state_dtype=bf16 moments=f32",
+        };
+        add("state_dtype", 5, arguments, costs, apply);
     }
     if is_full && matches!(settings.optimizer, RuleName::AdamW | RuleName::Adam) {
         for (name, rule, price, costs) in [

@@ -17,8 +17,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use roundpipe_files::{AtomicFolder, DiskFile, Hash128, Hasher128};
+use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostRef;
-use roundpipe_tensor::{DType, HostBuf, Shape, host_memory};
+use roundpipe_tensor::optim::{self, Remainders};
+use roundpipe_tensor::{DType, HostBuf, Shape, bf16, host_memory};
 
 use crate::error::Result;
 use crate::sync::{lock, unpoisoned};
@@ -71,19 +73,75 @@ pub(crate) enum SourceBytes {
     /// In host memory that the optimizer writes later. The guard comes first, so that it is dropped
     /// before the hold.
     Held { guard: HostRef, _hold: Arc<Hold> },
+    /// The same, in two parts that are put together as they are written.
+    Split {
+        value: SplitGuards,
+        _hold: Arc<Hold>,
+    },
     /// A copy of something small.
     Copied(Vec<u8>),
     /// A copy in spare memory.
     Spared(HostRef),
 }
 
+/// Guards on bf16 weights and on what they lack of their f32 masters.
+pub(crate) struct SplitGuards {
+    pub weights: HostRef,
+    pub remainder: HostRef,
+}
+
 impl TensorSource {
-    pub fn bytes(&self) -> &[u8] {
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
         match &self.bytes {
+            SourceBytes::Held { guard, .. } => guard.bytes().len(),
+            SourceBytes::Split { value, .. } => value.len() * size_of::<f32>(),
+            SourceBytes::Copied(bytes) => bytes.len(),
+            SourceBytes::Spared(guard) => guard.bytes().len(),
+        }
+    }
+
+    /// Gives `sink` all bytes in order, [`CHUNK`] at a time.
+    fn each_chunk(&self, sink: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+        let bytes = match &self.bytes {
             SourceBytes::Held { guard, .. } => guard.bytes(),
+            SourceBytes::Split { value, .. } => return value.each_chunk(sink),
             SourceBytes::Copied(bytes) => bytes,
             SourceBytes::Spared(guard) => guard.bytes(),
+        };
+        bytes.chunks(CHUNK).try_for_each(sink)
+    }
+}
+
+impl SplitGuards {
+    fn len(&self) -> usize {
+        self.weights.as_slice::<bf16>().len()
+    }
+
+    /// The masters as [`TensorSource::each_chunk`] gives them.
+    fn each_chunk(&self, mut sink: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+        const ELEMENTS: usize = CHUNK / size_of::<f32>();
+        let len = self.len();
+        let weights = self.weights.as_slice();
+        let chunk = HostBuf::zeroed("masters", CHUNK.min(len * size_of::<f32>()));
+        let chunk = chunk.map_err(io::Error::other)?;
+        let one = Threads::new(Some(1)).map_err(io::Error::other)?;
+        let remainders = Remainders::new(&self.remainder, len).map_err(io::Error::other)?;
+        for start in (0..len).step_by(ELEMENTS) {
+            let range = start..len.min(start + ELEMENTS);
+            let mut here =
+                (chunk.write(0..range.len() * size_of::<f32>())).map_err(io::Error::other)?;
+            let masters = here.as_mut_slice();
+            optim::join(
+                &one,
+                &weights[range.clone()],
+                remainders.range(range),
+                masters,
+            )
+            .map_err(io::Error::other)?;
+            sink(here.bytes())?;
         }
+        Ok(())
     }
 }
 
@@ -126,7 +184,7 @@ pub(super) fn copy(
     lanes: Vec<Vec<TensorJob>>,
     spare: SpareMemory,
 ) -> Result<Vec<Hash128>> {
-    let bytes = |job: &TensorJob| job.source.bytes().len() as u64;
+    let bytes = |job: &TensorJob| job.source.len() as u64;
     let is_large = lanes.iter().flatten().map(bytes).sum::<u64>() > LARGE_BYTES;
     let after = if is_large {
         Duration::ZERO
@@ -229,7 +287,7 @@ impl Work {
                 return Some((job, 0));
             }
             if let Some(job) = queue.spared.pop() {
-                let bytes = job.source.bytes().len() as u64;
+                let bytes = job.source.len() as u64;
                 return Some((job, bytes));
             }
             if queue.copying == 0 {
@@ -259,7 +317,7 @@ impl Work {
                 continue;
             };
             drop(state);
-            let copy = copied(job.source.bytes());
+            let copy = copied(&job.source);
             let has_copy = copy.is_some();
             if let Some(copy) = copy {
                 // Lets the tensor go.
@@ -286,34 +344,41 @@ fn take_last(state: &mut State) -> Option<(usize, TensorJob)> {
     let spare = state.spare;
     let last = |lane: &Lane| {
         let job = lane.held.back()?;
-        (job.source.bytes().len() as u64 <= spare).then_some(job.index)
+        (job.source.len() as u64 <= spare).then_some(job.index)
     };
     let lanes = state.lanes.iter().enumerate();
     let (_, lane) = lanes.filter_map(|(i, lane)| Some((last(lane)?, i))).max()?;
     let queue = &mut state.lanes[lane];
     let job = queue.held.pop_back()?;
     queue.copying += 1;
-    state.spare -= job.source.bytes().len() as u64;
+    state.spare -= job.source.len() as u64;
     Some((lane, job))
 }
 
 /// A copy in large pages, if the system has the memory.
-fn copied(bytes: &[u8]) -> Option<HostRef> {
-    let copy = HostBuf::zeroed("checkpoint", bytes.len()).ok()?;
-    let mut write = copy.write(0..bytes.len()).ok()?;
-    write.bytes().copy_from_slice(bytes);
+fn copied(source: &TensorSource) -> Option<HostRef> {
+    let copy = HostBuf::zeroed("checkpoint", source.len()).ok()?;
+    let mut write = copy.write(0..copy.len()).ok()?;
+    let mut into = write.bytes().chunks_mut(CHUNK);
+    let copied = source.each_chunk(|chunk| {
+        let into = into.next().ok_or(io::ErrorKind::WriteZero)?;
+        into.copy_from_slice(chunk);
+        Ok(())
+    });
+    copied.ok()?;
     drop(write);
-    copy.read(0..bytes.len()).ok()
+    copy.read_all().ok()
 }
 
 /// Writes one tensor and lets it go.
 fn write_tensor(file: &dyn DiskFile, job: TensorJob) -> io::Result<Hash128> {
     let mut hasher = Hasher128::new();
     let mut at = job.offset;
-    for chunk in job.source.bytes().chunks(CHUNK) {
+    job.source.each_chunk(|chunk| {
         hasher.update(chunk);
         file.write_at(chunk, at)?;
         at += chunk.len() as u64;
-    }
+        Ok(())
+    })?;
     Ok(hasher.finish())
 }

@@ -10,8 +10,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use roundpipe_files::text::shown;
 use roundpipe_files::{Hash128, Hasher128, disk, folder, small};
-use roundpipe_tensor::HostTensor;
+use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostMut;
+use roundpipe_tensor::optim::{self, RemaindersMut};
+use roundpipe_tensor::{HostBuf, HostTensor};
 
 use super::manifest::{Manifest, PlacedTensor};
 use crate::error::{Error, Result};
@@ -23,6 +25,16 @@ const CHUNK: usize = 1 << 20;
 
 /// The most threads that read.
 const MOST_THREADS: usize = 8;
+
+/// Where a tensor of a checkpoint goes.
+pub(crate) enum FillTarget {
+    Memory(HostMut),
+    /// f32 masters: bf16 weights, and what they lack.
+    Split {
+        weights: HostMut,
+        remainder: HostMut,
+    },
+}
 
 /// A checkpoint on the disk: what it says, and its tensors by name, without an engine.
 #[derive(Debug)]
@@ -163,15 +175,44 @@ impl Checkpoint {
     }
 
     /// Reads tensors into memory of their sizes, in several threads; hashes are compared again.
-    pub(crate) fn fill_all(&self, jobs: Vec<(usize, HostMut)>) -> Result<()> {
+    pub(crate) fn fill_all(&self, jobs: Vec<(usize, FillTarget)>) -> Result<()> {
         let jobs: Vec<_> = jobs
             .into_iter()
-            .map(|(index, memory)| (index, std::sync::Mutex::new(memory)))
+            .map(|(index, target)| (index, std::sync::Mutex::new(target)))
             .collect();
         each(0..jobs.len(), |at| {
-            let (index, memory) = &jobs[at];
-            self.fill(*index, lock(memory).bytes())
+            let (index, target) = &jobs[at];
+            match &mut *lock(target) {
+                FillTarget::Memory(memory) => self.fill(*index, memory.bytes()),
+                FillTarget::Split { weights, remainder } => {
+                    self.fill_split(*index, weights, remainder)
+                }
+            }
         })
+    }
+
+    /// Reads the f32 masters of weights into the weights and their remainders.
+    fn fill_split(&self, index: usize, weights: &mut HostMut, rest: &mut HostMut) -> Result<()> {
+        const ELEMENTS: usize = CHUNK / size_of::<f32>();
+        let tensor = &self.tensors[index];
+        let file = self.open_file(tensor.file)?;
+        let weights = weights.as_mut_slice();
+        let mut remainders = RemaindersMut::new(rest, weights.len())?;
+        let chunk = HostBuf::zeroed("masters", CHUNK.min(size_of::<f32>() * weights.len()))?;
+        let one = Threads::new(Some(1))?;
+        let mut hasher = Hasher128::new();
+        let mut done = 0;
+        for (weights, remainders) in weights
+            .chunks_mut(ELEMENTS)
+            .zip(remainders.chunks(ELEMENTS))
+        {
+            let mut masters = chunk.write(0..size_of::<f32>() * weights.len())?;
+            self.read_at(tensor, &file, masters.bytes(), done)?;
+            hasher.update(masters.bytes());
+            done += masters.bytes().len() as u64;
+            optim::split(&one, masters.as_mut_slice(), Some(weights), remainders)?;
+        }
+        self.check_hash(tensor, hasher.finish())
     }
 
     /// Reads one tensor into memory of its size.

@@ -7,6 +7,7 @@
 //! # Invariants
 //! - Memory that cannot be had is an error before the first byte of it is written.
 //! - Weights that are rounded from an f32 master are not saved: loading rounds them again.
+//! - An f32 master is saved as f32, however the store holds it.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -21,9 +22,10 @@ use super::Checkpoint;
 use super::manifest::{
     Counters, FORMAT, FrozenParam, Manifest, Role, SavedParam, SavedScaler, tensor_name,
 };
-use super::write::{Snapshot, SourceBytes, TensorSource};
+use super::read::FillTarget;
+use super::write::{Snapshot, SourceBytes, SplitGuards, TensorSource};
 use crate::error::{Error, Result};
-use crate::optim::floats_mut;
+use crate::optim::{MomentPart, MomentType, floats_mut};
 use crate::planted;
 use crate::store::{Store, StoreLayer, StoredParam};
 use crate::version::Hold;
@@ -74,7 +76,7 @@ impl HeldState {
                     dtype: param.dtype.to_string(),
                     shape: param.shape.dims().to_vec(),
                     rule: rule.map(|rule| rule.to_string()),
-                    moments: layer.moment_shapes(index)?.len(),
+                    moments: layer.moment_parts(index)?.len(),
                     frozen_steps: param.frozen_steps(),
                 });
             }
@@ -91,34 +93,67 @@ impl HeldState {
         hold: &Arc<Hold>,
     ) -> Result<()> {
         let param = &layer.params()[index];
-        let mut add = |role, dtype, shape: &Shape, memory: HostBuf| -> Result<()> {
-            let is_lost = matches!(role, Role::Moment(_)) && planted::drops_moments();
-            let bytes = if is_lost {
-                SourceBytes::Copied(vec![0; memory.len()])
-            } else {
-                SourceBytes::Held {
-                    guard: memory.read_all()?,
+        match layer.remainder(index)? {
+            Some(remainder) => self.tensors.push(TensorSource {
+                name: tensor_name(&param.name, Role::Value),
+                dtype: param.state_dtype,
+                shape: param.shape,
+                bytes: SourceBytes::Split {
+                    value: SplitGuards {
+                        weights: layer.working(index, counters.steps)?.read_all()?,
+                        remainder: remainder.read_all()?,
+                    },
                     _hold: hold.clone(),
-                }
-            };
-            self.tensors.push(TensorSource {
-                name: tensor_name(&param.name, role),
-                dtype,
-                shape: *shape,
-                bytes,
-            });
-            Ok(())
-        };
-        let value = value(layer, index, counters.steps)?;
-        add(Role::Value, param.state_dtype, &param.shape, value)?;
+                },
+            }),
+            None => {
+                let value = value(layer, index, counters.steps)?;
+                let part = MomentPart {
+                    dtype: param.state_dtype,
+                    shape: param.shape,
+                };
+                self.add_held(param, Role::Value, part, value, hold)?;
+            }
+        }
         let moments = layer.moments(index)?.into_iter();
-        for (at, (memory, shape)) in moments.zip(layer.moment_shapes(index)?).enumerate() {
-            add(Role::Moment(at), param.state_dtype, shape, memory)?;
+        for (at, (memory, part)) in moments.zip(layer.moment_parts(index)?).enumerate() {
+            self.add_held(param, Role::Moment(at), *part, memory, hold)?;
         }
         if counters.lag > 0 {
             let previous = layer.working(index, counters.steps - counters.lag)?;
-            add(Role::Previous, param.dtype, &param.shape, previous)?;
+            let part = MomentPart {
+                dtype: param.dtype,
+                shape: param.shape,
+            };
+            self.add_held(param, Role::Previous, part, previous, hold)?;
         }
+        Ok(())
+    }
+
+    /// Adds a tensor that lies in one piece.
+    fn add_held(
+        &mut self,
+        param: &StoredParam,
+        role: Role,
+        part: MomentPart,
+        memory: HostBuf,
+        hold: &Arc<Hold>,
+    ) -> Result<()> {
+        let is_lost = matches!(role, Role::Moment(_)) && planted::drops_moments();
+        let bytes = if is_lost {
+            SourceBytes::Copied(vec![0; memory.len()])
+        } else {
+            SourceBytes::Held {
+                guard: memory.read_all()?,
+                _hold: hold.clone(),
+            }
+        };
+        self.tensors.push(TensorSource {
+            name: tensor_name(&param.name, role),
+            dtype: part.dtype,
+            shape: part.shape,
+            bytes,
+        });
         Ok(())
     }
 }
@@ -171,7 +206,7 @@ fn frozen_param(param: &StoredParam) -> FrozenParam {
     }
 }
 
-/// Where the optimizer holds a parameter's value.
+/// Where the optimizer holds a parameter's value that lies in one piece.
 fn value(layer: &StoreLayer, index: usize, version: u64) -> Result<HostBuf> {
     match layer.master(index)? {
         Some(master) => Ok(master),
@@ -226,9 +261,9 @@ fn check_tensors(
 ) -> Result<()> {
     let path = checkpoint.path();
     let param = &layer.params()[index];
-    let shapes = layer.moment_shapes(index)?.iter().enumerate();
+    let parts = layer.moment_parts(index)?.iter().enumerate();
     let mut wanted = vec![(Role::Value, param.state_dtype, &param.shape)];
-    wanted.extend(shapes.map(|(at, shape)| (Role::Moment(at), param.state_dtype, shape)));
+    wanted.extend(parts.map(|(at, part)| (Role::Moment(at), part.dtype, &part.shape)));
     if checkpoint.manifest().counters.lag > 0 {
         wanted.push((Role::Previous, param.dtype, &param.shape));
     }
@@ -239,23 +274,34 @@ fn check_tensors(
             return Err(differs(path, &name, what));
         };
         let tensor = checkpoint.tensor(at);
-        let found = tensor.dtype.to_string();
-        compare(
-            path,
-            &name,
-            "type (`optim_dtype`)",
-            &found,
-            &dtype.to_string(),
-        )?;
+        let (setting, found, dtype) = match role {
+            Role::Moment(_) if param.state_dtype == DType::F32 => {
+                ("`moments`", moment_name(tensor.dtype), moment_name(dtype))
+            }
+            _ => (
+                "type (`optim_dtype`)",
+                tensor.dtype.to_string(),
+                dtype.to_string(),
+            ),
+        };
+        compare(path, &name, setting, &found, &dtype)?;
         compare_shapes(path, &name, tensor.shape.dims(), shape)?;
     }
-    let more = tensor_name(&param.name, Role::Moment(layer.moment_shapes(index)?.len()));
+    let more = tensor_name(&param.name, Role::Moment(layer.moment_parts(index)?.len()));
     match (checkpoint.index(&more), store.rule()) {
         (Some(_), Some(rule)) => {
             let what = format!("is more than {rule} has; use the rule of the checkpoint");
             Err(differs(path, &more, &what))
         }
         _ => Ok(()),
+    }
+}
+
+/// What the setting is called that makes moments of this type.
+fn moment_name(dtype: DType) -> String {
+    match dtype {
+        DType::U8 => MomentType::Bits8.to_string(),
+        other => other.to_string(),
     }
 }
 
@@ -341,25 +387,32 @@ pub(crate) fn load(store: &Store, checkpoint: &Checkpoint, version: u64) -> Resu
     let manifest = checkpoint.manifest();
     let mut jobs = Vec::new();
     let mut roundings = Vec::new();
-    let all = |buf: HostBuf| buf.write(0..buf.len());
+    let all = |buf: HostBuf| buf.write_unwatched(0..buf.len());
     for layer in store.layers() {
         for (index, param) in layer.own_trainable() {
-            let mut add = |role, memory: HostBuf| -> Result<()> {
+            let mut add = |role, target| -> Result<()> {
                 let at = checkpoint.index(&tensor_name(&param.name, role));
                 let at = at.ok_or_else(|| {
                     let what = "lacks a tensor of it";
                     differs(checkpoint.path(), &param.name, what)
                 })?;
-                jobs.push((at, all(memory)?));
+                jobs.push((at, target));
                 Ok(())
             };
-            add(Role::Value, value(layer, index, version)?)?;
+            let target = match layer.remainder(index)? {
+                Some(remainder) => FillTarget::Split {
+                    weights: all(layer.working(index, version)?)?,
+                    remainder: all(remainder)?,
+                },
+                None => FillTarget::Memory(all(value(layer, index, version)?)?),
+            };
+            add(Role::Value, target)?;
             for (at, memory) in layer.moments(index)?.into_iter().enumerate() {
-                add(Role::Moment(at), memory)?;
+                add(Role::Moment(at), FillTarget::Memory(all(memory)?))?;
             }
             if manifest.counters.lag > 0 {
                 let previous = layer.working(index, version - manifest.counters.lag)?;
-                add(Role::Previous, previous)?;
+                add(Role::Previous, FillTarget::Memory(all(previous)?))?;
             }
             if let Some(master) = layer.master(index)? {
                 let working = all(layer.working(index, version)?)?;
@@ -377,7 +430,7 @@ pub(crate) fn load(store: &Store, checkpoint: &Checkpoint, version: u64) -> Resu
     for name in &manifest.buffers {
         let at = checkpoint.index(&tensor_name(name, Role::Value));
         if let (Some(at), Some(param)) = (at, frozen.get(name.as_str())) {
-            jobs.push((at, all(param.param.data())?));
+            jobs.push((at, FillTarget::Memory(all(param.param.data())?)));
         }
     }
     // From here on memory is overwritten.

@@ -18,7 +18,7 @@ use roundpipe_files::weights::{PlannedTensor, header_bytes};
 use roundpipe_files::{AtomicFolder, Disk, DiskFile, Hash128, SystemDisk};
 
 pub use super::copy::SpareMemory;
-pub(crate) use super::copy::{SourceBytes, TensorSource};
+pub(crate) use super::copy::{SourceBytes, SplitGuards, TensorSource};
 use super::copy::{TensorJob, copy};
 use super::manifest::{Manifest, SavedFile, SavedTensor};
 pub use super::shards::ShardLimits;
@@ -119,7 +119,7 @@ fn write_folder(target: &SaveTarget, snapshot: Snapshot, progress: &SaveProgress
     } = snapshot;
     refuse_other_folder(&target.path)?;
     let folder = AtomicFolder::create(target.disk.clone(), &target.path)?;
-    let sizes: Vec<u64> = tensors.iter().map(|t| t.bytes().len() as u64).collect();
+    let sizes: Vec<u64> = tensors.iter().map(|t| t.len() as u64).collect();
     let shards = deal(&sizes, target.limits);
     let files = open_files(&folder, &tensors, &shards.files, &shards.lanes)?;
     manifest.tensors = saved_tensors(&tensors, &shards.files);
@@ -191,7 +191,7 @@ fn open_files(
         let header = header_bytes(&BTreeMap::new(), plan)?;
         let content = tensors.iter().zip(file_of);
         let content = content.filter(|(_, file)| **file == index);
-        let content: u64 = content.map(|(tensor, _)| tensor.bytes().len() as u64).sum();
+        let content: u64 = content.map(|(tensor, _)| tensor.len() as u64).sum();
         let bytes = header.len() as u64 + content;
         let file = folder.create_file(&file_name(index))?;
         folder.check(file.set_len(bytes))?;
@@ -212,7 +212,7 @@ fn place(tensors: Vec<TensorSource>, file_of: &[usize], files: &[OpenFile]) -> V
     let mut lanes: Vec<Vec<TensorJob>> = (0..LANES).map(|_| Vec::new()).collect();
     for (index, (source, file)) in tensors.into_iter().zip(file_of).enumerate() {
         let offset = ends[*file];
-        ends[*file] += source.bytes().len() as u64;
+        ends[*file] += source.len() as u64;
         lanes[files[*file].lane].push(TensorJob {
             index,
             file: *file,

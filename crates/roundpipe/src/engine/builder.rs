@@ -28,7 +28,7 @@ use crate::exec::repeats::Repeats;
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
 use crate::layer::Layer;
-use crate::optim::{Rule, check_optim_dtype};
+use crate::optim::{MomentType, Rule, check_moments, check_optim_dtype};
 use crate::status::{Report, Watchdog};
 use crate::store::{Store, StoreConfig};
 use crate::trace::Trace;
@@ -43,6 +43,7 @@ pub struct Builder<M> {
     config: RunConfig,
     grad_dtype: Option<DType>,
     optim_dtype: DType,
+    moments: MomentType,
     pin: Pin,
     rule: Option<Rule>,
     groups: Vec<ParamGroup>,
@@ -77,6 +78,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             config: RunConfig::default(),
             grad_dtype: None,
             optim_dtype: DType::F32,
+            moments: MomentType::F32,
             pin: Pin::default(),
             rule: None,
             groups: Vec::new(),
@@ -123,7 +125,7 @@ impl<M: Layer + 'static> Builder<M> {
     ///
     /// With [`DType::BF16`], bf16 parameters are their own masters and have bf16 moments, as with a
     /// PyTorch optimizer over bf16 parameters: AdamW then takes 8 bytes per parameter with its
-    /// weight and gradient, instead of 16. Each element is computed in f32 and rounded to nearest
+    /// weight and gradient, instead of 14. Each element is computed in f32 and rounded to nearest
     /// even. Parameters of other types keep f32 state.
     ///
     /// RoundPipe's own default is each parameter's type. Ours is f32, because bf16 has 8 bits: an
@@ -131,6 +133,20 @@ impl<M: Layer + 'static> Builder<M> {
     #[must_use]
     pub fn optim_dtype(mut self, dtype: DType) -> Self {
         self.optim_dtype = dtype;
+        self
+    }
+
+    /// In what the optimizer's moments are kept; f32 by default. AdamW then takes 14 bytes of host
+    /// memory per bf16 parameter with its weight, gradient and master (16 at lag 1), with
+    /// [`MomentType::Bf16`] 10 (12) and with [`MomentType::Bits8`] 8 (10).
+    ///
+    /// [`MomentType::Bf16`] rounds at random, with bits of the engine's seed, the step, the parameter
+    /// and the element: any number of workers and a resumed run give the same ones.
+    /// [`MomentType::Bits8`] is the quantisation by blocks of bitsandbytes; parameters with fewer than
+    /// 4,096 elements keep f32 moments. Adafactor's, which are small, are f32 in any case.
+    #[must_use]
+    pub fn moments(mut self, moments: MomentType) -> Self {
+        self.moments = moments;
         self
     }
 
@@ -304,6 +320,7 @@ impl<M: Layer + 'static> Builder<M> {
         }
         groups::check_settings(&self.groups, self.rule)?;
         check_optim_dtype(self.optim_dtype)?;
+        check_moments(self.moments, self.optim_dtype)?;
         if self.max_nonfinite_steps == 0 {
             return Err(Error::config(
                 "max_nonfinite_steps",
@@ -356,6 +373,8 @@ impl<M: Layer + 'static> Builder<M> {
                 rule: self.rule,
                 grad_dtype: self.grad_dtype,
                 optim_dtype: self.optim_dtype,
+                moments: self.moments,
+                seed: self.seed,
                 threads: self.threads,
             },
         )?;

@@ -38,7 +38,8 @@ pub struct ParamState {
     /// [`Builder::optim_dtype`](super::Builder::optim_dtype) says.
     pub value: HostTensor,
     /// The moments of the rule, in the rule's order and with the rule's sizes: those of the
-    /// parameter, but `[.., rows, 1]` and `[.., 1, cols]` of an Adafactor's matrix.
+    /// parameter, but `[.., rows, 1]` and `[.., 1, cols]` of an Adafactor's matrix. Moments of 8 bits
+    /// are two tensors each, codes and scales.
     pub moments: Vec<HostTensor>,
     /// Updates in which a [`ParamGroup`](crate::ParamGroup) froze it.
     pub frozen_steps: u64,
@@ -54,11 +55,12 @@ impl<M> RoundPipe<M> {
         self.core.at_rest("training_state", |core, calls| {
             let mut params = BTreeMap::new();
             for handle in core.model.store.optim_params()? {
-                let moments = handle.moments().iter().zip(handle.moment_shapes());
+                let parts = handle.moment_dtypes().zip(handle.moment_shapes());
+                let moments = handle.moments().iter().zip(parts);
                 let state = ParamState {
                     value: copy_of(&handle.value(), handle.dtype, &handle.shape)?,
                     moments: moments
-                        .map(|(buf, shape)| copy_of(buf, handle.dtype, shape))
+                        .map(|(buf, (dtype, shape))| copy_of(buf, dtype, shape))
                         .collect::<Result<_>>()?,
                     frozen_steps: stored(&core.model.store, &handle).frozen_steps(),
                 };
@@ -85,13 +87,13 @@ impl<M> RoundPipe<M> {
             let handles = store.optim_params()?;
             check_state(&handles, state)?;
             for handle in &handles {
-                check_free(&handle.value())?;
+                handle.check_free()?;
                 handle.moments().iter().try_for_each(check_free)?;
                 check_free(&stored(store, handle).param.data())?;
             }
             for handle in &handles {
                 let loaded = &state.params[&handle.name];
-                write(&handle.value(), &loaded.value)?;
+                store.set_value(handle, &loaded.value.read()?)?;
                 for (moment, value) in handle.moments().iter().zip(&loaded.moments) {
                     write(moment, value)?;
                 }
@@ -179,6 +181,22 @@ fn check_state(handles: &[OptimHandle], state: &TrainingState) -> Result<()> {
             return refuse(format!("the state has no parameter `{name}`"));
         };
         check_shape("load_training_state", name, &handle.shape, &loaded.value)?;
+        let have_types = loaded.moments.iter().map(HostTensor::dtype);
+        if loaded.value.dtype() == handle.dtype && !have_types.eq(handle.moment_dtypes()) {
+            let of = |dtypes: Vec<DType>| match dtypes.first() {
+                Some(DType::U8) => "8bit".to_owned(),
+                Some(dtype) => dtype.to_string(),
+                None => "none".to_owned(),
+            };
+            let have = of(loaded.moments.iter().map(HostTensor::dtype).collect());
+            let want = of(handle.moment_dtypes().collect());
+            if have != want && have != "none" && want != "none" {
+                return refuse(format!(
+                    "the moments of `{name}` are {have} in the state and {want} in the engine; build \
+                     the engine with the `moments` that the state comes from"
+                ));
+            }
+        }
         let (have, want) = (loaded.moments.len(), handle.moments().len());
         if have != want {
             return refuse(format!(
@@ -195,8 +213,12 @@ fn check_state(handles: &[OptimHandle], state: &TrainingState) -> Result<()> {
                 ));
             }
         }
-        let mut tensors = std::iter::once(&loaded.value).chain(&loaded.moments);
-        if let Some(wrong) = tensors.find(|tensor| tensor.dtype() != handle.dtype) {
+        let dtypes = std::iter::once(handle.dtype).chain(handle.moment_dtypes());
+        let tensors = std::iter::once(&loaded.value).chain(&loaded.moments);
+        let wrong = tensors
+            .zip(dtypes)
+            .find(|(tensor, dtype)| tensor.dtype() != *dtype);
+        if let Some((wrong, _)) = wrong {
             return refuse(format!(
                 "`{name}` is {} in the state, not {}; build the engine with the `optim_dtype` that the \
                  state comes from",

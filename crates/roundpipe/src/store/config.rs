@@ -6,7 +6,7 @@ use roundpipe_tensor::{DType, Device, HostBuf, Pin};
 
 use crate::config::Lag;
 use crate::error::{Error, Result};
-use crate::optim::Rule;
+use crate::optim::{MomentType, Rule};
 
 /// What a user may choose about a store.
 #[derive(Debug, Clone)]
@@ -28,6 +28,10 @@ pub struct StoreConfig {
     /// The type of masters and moments; f32 by default. Parameters of this type have their state in
     /// it, and are their own masters; all others have it in f32.
     pub optim_dtype: DType,
+    /// In what moments are kept whose parameter has an f32 state; f32 by default.
+    pub moments: MomentType,
+    /// Of the random bits that bf16 moments are rounded with.
+    pub seed: u64,
     /// Threads of updates; by default one per core.
     pub threads: Option<usize>,
     /// Whether parameters are only read, also those that are trainable: another store may train
@@ -46,6 +50,8 @@ impl StoreConfig {
             rule: None,
             grad_dtype: None,
             optim_dtype: DType::F32,
+            moments: MomentType::F32,
+            seed: 0,
             threads: None,
             inference: false,
         }

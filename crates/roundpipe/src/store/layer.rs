@@ -7,22 +7,24 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use roundpipe_tensor::{HostBuf, Keeper, ParamId, Shape};
+use roundpipe_tensor::{HostBuf, Keeper, ParamId};
 
 use super::layout::{MomentLayout, Sizes, StoredParam, lay_out};
-use super::writes::Seen;
+use super::writes::{Overwritten, Seen};
 use super::{LayerParams, StoreBytes, StoreShared};
 use crate::config::Lag;
 use crate::error::Result;
-use crate::optim::fill_master;
+use crate::optim::{MomentPart, fill_master};
 use crate::sync::lock;
 use crate::version::{Gate, Versions};
 
 /// The state of one layer.
 pub struct StoreLayer {
+    index: usize,
     pub(super) name: String,
     pub(super) params: Vec<StoredParam>,
     pub(super) sizes: Sizes,
@@ -35,6 +37,8 @@ pub struct StoreLayer {
     pub(super) frozen: Option<HostBuf>,
     pub(super) training: OnceLock<Training>,
     pub(super) seen: Mutex<Seen>,
+    /// What the user wrote over, in each slab.
+    pub(super) overwritten: [Arc<Overwritten>; 2],
 }
 
 /// What only training needs.
@@ -81,6 +85,7 @@ impl StoreLayer {
         seen.dedup();
         let slabs = if config.max_lag == Lag::One { 2 } else { 1 };
         let layer = Self {
+            index,
             name,
             params,
             sizes,
@@ -91,7 +96,9 @@ impl StoreLayer {
             frozen,
             training: OnceLock::new(),
             seen: Mutex::default(),
+            overwritten: Default::default(),
         };
+        layer.watch_writes();
         layer.move_in(index)?;
         let writes = |param: &StoredParam| {
             if param.trainable && param.home.0 == index {
@@ -125,7 +132,7 @@ impl StoreLayer {
             // Zeros that were never written need not be copied to zeros, and take no memory.
             if !(old.is_untouched() && home.is_untouched()) {
                 let old = old.read_all()?;
-                home.write(0..home.len())?
+                home.write_unwatched(0..home.len())?
                     .bytes()
                     .copy_from_slice(old.bytes());
             }
@@ -205,6 +212,14 @@ impl StoreLayer {
         self.params[index].filled.store(filled, Ordering::Release);
     }
 
+    /// Where the weights lie whose masters have a remainder.
+    pub(super) fn remainder_ranges(&self) -> Vec<Range<usize>> {
+        let own = self.params.iter().filter(|p| p.home.0 == self.index);
+        own.filter(|param| param.has_remainder())
+            .map(StoredParam::weight_bytes)
+            .collect()
+    }
+
     /// The layer's own parameters with their indices.
     pub(crate) fn own(&self) -> impl Iterator<Item = (usize, &StoredParam)> {
         // A parameter that lives elsewhere has no users of its own.
@@ -238,19 +253,29 @@ impl StoreLayer {
             .slice(param.offset..param.offset + param.param.bytes())?)
     }
 
-    /// The f32 copy of one of the layer's own parameters, where its working weights are narrower.
+    /// The f32 copy of one of the layer's own parameters, where it has one.
     pub(crate) fn master(&self, index: usize) -> Result<Option<HostBuf>> {
+        let in_slab = self.in_masters(index)?;
+        Ok(in_slab.filter(|_| !self.params[index].has_remainder()))
+    }
+
+    /// What the newest weights of one of the layer's own parameters lack of its master, where that
+    /// is no copy. Who holds it keeps updates away, so that `Param::data` belongs to it.
+    pub(crate) fn remainder(&self, index: usize) -> Result<Option<HostBuf>> {
+        let in_slab = self.in_masters(index)?;
+        Ok(in_slab.filter(|_| self.params[index].has_remainder()))
+    }
+
+    fn in_masters(&self, index: usize) -> Result<Option<HostBuf>> {
         let param = &self.params[index];
         let slice = |at| {
-            Ok(self
-                .training()?
-                .masters
-                .slice(at..at + param.copy_bytes())?)
+            let bytes = at..at + param.master_bytes();
+            Ok(self.training()?.masters.slice(bytes)?)
         };
         param.master.map(slice).transpose()
     }
 
-    /// The moments of one of the layer's own parameters.
+    /// The moments of one of the layer's own parameters, in parts.
     pub(crate) fn moments(&self, index: usize) -> Result<Vec<HostBuf>> {
         let training = self.training()?;
         let ranges = training.moment_layout.ranges[index].iter();
@@ -260,9 +285,9 @@ impl StoreLayer {
             .collect()
     }
 
-    /// The sizes of each of them.
-    pub(crate) fn moment_shapes(&self, index: usize) -> Result<&[Shape]> {
-        Ok(&self.training()?.moment_layout.shapes[index])
+    /// The type and sizes of each of them.
+    pub(crate) fn moment_parts(&self, index: usize) -> Result<&[MomentPart]> {
+        Ok(&self.training()?.moment_layout.parts[index])
     }
 
     /// Whether training has begun, so that the layout of moments is fixed.
@@ -276,8 +301,10 @@ impl StoreLayer {
         MomentLayout::new(self.params.iter().map(|param| {
             let is_own = param.trainable && !param.users.is_empty();
             let rule = groups.of(param.home).rule.filter(|_| is_own);
-            let shapes = rule.map_or_else(Vec::new, |rule| rule.moment_shapes(&param.shape));
-            (param, shapes)
+            rule.map_or_else(Vec::new, |rule| {
+                let asked = self.shared.config.moments;
+                rule.moment_parts(&param.shape, param.state_dtype, asked)
+            })
         }))
     }
 
@@ -301,7 +328,13 @@ impl StoreLayer {
         match self.training.get() {
             Some(training) => Ok(training),
             // Two threads may both make one; the first wins, and nothing is written before.
-            None => Training::new(self).map(|made| self.training.get_or_init(|| made)),
+            None => {
+                let made = Training::new(self)?;
+                let training = self.training.get_or_init(|| made);
+                // From now on a weight alone is no longer the whole value.
+                self.overwritten.iter().for_each(|slab| slab.record());
+                Ok(training)
+            }
         }
     }
 }
@@ -314,14 +347,18 @@ impl Training {
         let gradients = config.buffer(&format!("{name} gradients"), sizes.gradients)?;
         let second = match config.max_lag {
             Lag::One => {
-                Some(config.buffer(&format!("{name} weights, odd versions"), sizes.weights)?)
+                let slab =
+                    config.buffer(&format!("{name} weights, odd versions"), sizes.weights)?;
+                Overwritten::watch(&layer.overwritten[1], &slab, layer.remainder_ranges());
+                Some(slab)
             }
             Lag::Zero => None,
         };
         let masters = HostBuf::zeroed(format!("{name} masters"), sizes.masters)?;
         for (_, param) in layer.own_trainable() {
             if let Some(at) = param.master {
-                if param.param.data().is_untouched() {
+                // A remainder of zeros is the weight itself.
+                if param.has_remainder() || param.param.data().is_untouched() {
                     continue;
                 }
                 let master = masters.slice(at..at + param.copy_bytes())?;

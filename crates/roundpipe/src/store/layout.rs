@@ -8,11 +8,12 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use roundpipe_tensor::optim::remainder_bytes;
 use roundpipe_tensor::{DType, Param, Shape};
 
 use super::config::StoreConfig;
 use crate::error::{Error, Result};
-use crate::optim::state_dtype;
+use crate::optim::{MomentPart, state_dtype};
 
 /// Where a parameter may start in a slab that devices copy from or to, in bytes.
 pub(super) const ALIGN: usize = 64;
@@ -40,7 +41,7 @@ pub struct StoredParam {
     pub grad_bytes: Range<usize>,
     /// In the trainable or the frozen slab of its home.
     pub(super) offset: usize,
-    /// In the slab of masters of its home, where it has one.
+    /// In the slab of masters of its home, where it has an f32 copy or a remainder there.
     pub(super) master: Option<usize>,
     /// Element type of its master and moments.
     pub(crate) state_dtype: DType,
@@ -115,6 +116,25 @@ impl StoredParam {
         step.saturating_sub(self.frozen_steps()).max(1)
     }
 
+    /// Whether its master is its weight and a remainder, not an f32 copy.
+    pub(crate) fn has_remainder(&self) -> bool {
+        self.master.is_some() && self.dtype == DType::BF16
+    }
+
+    /// Size of what the masters' slab has of it, where it has something.
+    pub(super) fn master_bytes(&self) -> usize {
+        if self.has_remainder() {
+            remainder_bytes(self.shape.numel())
+        } else {
+            self.copy_bytes()
+        }
+    }
+
+    /// Where its weights lie in the slab of a version of its home.
+    pub(crate) fn weight_bytes(&self) -> Range<usize> {
+        self.offset..self.offset + self.param.bytes()
+    }
+
     /// Size of an f32 copy.
     pub(crate) fn copy_bytes(&self) -> usize {
         self.shape.numel() * size_of::<f32>()
@@ -150,9 +170,10 @@ pub(super) fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
         }
         param.offset = append(&mut sizes.weights, param.param.bytes(), ALIGN);
         // Only the processor touches copies, whole slabs at a time: no padding.
-        param.master = param
-            .master
-            .map(|_| append(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
+        if param.master.is_some() {
+            let bytes = param.master_bytes();
+            param.master = Some(append(&mut sizes.masters, bytes, size_of::<f32>()));
+        }
     }
     let frozen_at = sizes.weights.next_multiple_of(ALIGN);
     sizes.block = frozen_at + sizes.frozen;
@@ -174,37 +195,36 @@ fn append(end: &mut usize, bytes: usize, align: usize) -> usize {
 }
 
 /// Where the moments of a layer's parameters lie: all first moments in one slab, all second ones in
-/// the next. A pass reads and writes both at once, and slabs of their own keep them apart in the
+/// the next; with 8 bits all codes of first moments, all their scales, and so on. A pass reads and writes both at once, and slabs of their own keep them apart in the
 /// processor's cache, where two halves of one slab would often share their sets.
 #[derive(Debug, Default)]
 pub(super) struct MomentLayout {
     /// By parameter, then by moment, in bytes of the moment's slab; empty for those that live
     /// elsewhere.
     pub(super) ranges: Vec<Vec<Range<usize>>>,
-    /// The sizes of each.
-    pub(super) shapes: Vec<Vec<Shape>>,
+    /// The type and sizes of each.
+    pub(super) parts: Vec<Vec<MomentPart>>,
     /// The size of each slab.
     pub(super) slabs: Vec<usize>,
 }
 
 impl MomentLayout {
-    /// `shapes` are those that a parameter's rule keeps.
-    pub(super) fn new<'a>(params: impl Iterator<Item = (&'a StoredParam, Vec<Shape>)>) -> Self {
+    /// Those of each parameter are given in its order.
+    pub(super) fn new(params: impl Iterator<Item = Vec<MomentPart>>) -> Self {
         let mut layout = Self::default();
-        for (param, shapes) in params {
-            let size = param.state_dtype.size();
-            if layout.slabs.len() < shapes.len() {
-                layout.slabs.resize(shapes.len(), 0);
+        for parts in params {
+            if layout.slabs.len() < parts.len() {
+                layout.slabs.resize(parts.len(), 0);
             }
-            let place = |(shape, slab): (&Shape, &mut usize)| {
-                let bytes = shape.numel() * size;
+            let place = |(part, slab): (&MomentPart, &mut usize)| {
+                let bytes = part.bytes();
                 // Only the processor touches them: no padding but for the type.
                 let at = append(slab, bytes, size_of::<f32>());
                 at..at + bytes
             };
-            let places = shapes.iter().zip(&mut layout.slabs).map(place);
+            let places = parts.iter().zip(&mut layout.slabs).map(place);
             layout.ranges.push(places.collect());
-            layout.shapes.push(shapes);
+            layout.parts.push(parts);
         }
         layout
     }

@@ -3,13 +3,19 @@
 //! A host buffer counts the claims to write it. The store knows its own, so that all others are the
 //! user's: the next update starts from the values written, and calls that follow read them.
 //!
+//! A master that is a weight and a remainder needs to know which weights changed, so what the user
+//! writes over is kept until the remainders have followed ([`Overwritten`]).
+//!
 //! # Invariants
 //! - A write to the newest version is never lost; one to an older version is refused by the next
 //!   update.
+//! - What is kept is what was there before the first write since the remainders followed.
 
-use std::sync::MutexGuard;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use roundpipe_tensor::HostBuf;
+use roundpipe_tensor::{HostBuf, bf16};
 
 use super::Store;
 use super::layer::StoreLayer;
@@ -25,6 +31,87 @@ pub(crate) struct Seen {
     pub(super) noticed: [u64; 2],
     /// All claims on each parameter when an update last looked: more since then are the user's.
     pub params: Vec<[u64; 2]>,
+}
+
+/// What was in a slab of weights before the user wrote there. Updates write unwatched.
+#[derive(Debug, Default)]
+pub(crate) struct Overwritten {
+    /// Whether there are remainders, which weights alone do not give.
+    is_on: AtomicBool,
+    /// In the order of the writes.
+    parts: Mutex<Vec<(Range<usize>, Vec<u8>)>>,
+}
+
+impl Overwritten {
+    /// Keeps what is written over in these ranges of `slab`, as long as `this` lives.
+    pub(super) fn watch(this: &Arc<Self>, slab: &HostBuf, ranges: Vec<Range<usize>>) {
+        let kept = Arc::downgrade(this);
+        slab.watch(move |range, bytes| {
+            let is_ours = ranges
+                .iter()
+                .any(|ours| ours.start < range.end && range.start < ours.end);
+            if let (true, Some(kept)) = (is_ours, kept.upgrade()) {
+                kept.keep(range, bytes);
+            }
+            Ok(())
+        });
+    }
+
+    pub(super) fn record(&self) {
+        self.is_on.store(true, Ordering::Release);
+    }
+
+    fn keep(&self, range: Range<usize>, bytes: &[u8]) {
+        if !self.is_on.load(Ordering::Acquire) {
+            return;
+        }
+        let mut parts = lock(&self.parts);
+        let has_all =
+            |(known, _): &(Range<usize>, _)| known.start <= range.start && range.end <= known.end;
+        if !range.is_empty() && !parts.iter().any(has_all) {
+            parts.push((range, bytes.to_vec()));
+        }
+    }
+
+    /// What was in `range` before the user wrote there, given what is there `now`; `None` where
+    /// nothing was written.
+    pub fn before(&self, range: &Range<usize>, now: &[u8]) -> Option<Vec<bf16>> {
+        let parts = lock(&self.parts);
+        let mut parts = parts
+            .iter()
+            .filter(|(part, _)| meet(part, range))
+            .peekable();
+        parts.peek()?;
+        let mut bytes = now.to_vec();
+        let parts: Vec<_> = parts.collect();
+        // The first write saw the oldest bytes.
+        for (part, old) in parts.into_iter().rev() {
+            let start = part.start.max(range.start);
+            let end = part.end.min(range.end);
+            bytes[start - range.start..end - range.start]
+                .copy_from_slice(&old[start - part.start..end - part.start]);
+        }
+        let (pairs, _) = bytes.as_chunks();
+        Some(
+            pairs
+                .iter()
+                .map(|pair| bf16::from_ne_bytes(*pair))
+                .collect(),
+        )
+    }
+
+    /// The remainders of `range` have followed, or have others now.
+    pub fn forget(&self, range: &Range<usize>) {
+        lock(&self.parts).retain(|(part, _)| !meet(part, range));
+    }
+
+    fn forget_all(&self) {
+        lock(&self.parts).clear();
+    }
+}
+
+fn meet(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
 }
 
 impl Store {
@@ -65,6 +152,35 @@ impl StoreLayer {
             }
         }
         seen.noticed = [0, 0];
+        self.overwritten.iter().for_each(|slab| slab.forget_all());
+    }
+
+    /// Keeps what the user writes over in the first slab.
+    pub(super) fn watch_writes(&self) {
+        let ranges = self.remainder_ranges();
+        if !ranges.is_empty() {
+            Overwritten::watch(&self.overwritten[0], &self.weights, ranges);
+        }
+    }
+
+    /// What a parameter's weights in a slab were before the user wrote them; `now` are they as they
+    /// are.
+    pub(crate) fn before_writes(&self, index: usize, slab: usize, now: &[u8]) -> Option<Vec<bf16>> {
+        self.overwritten[slab].before(&self.params[index].weight_bytes(), now)
+    }
+
+    /// Takes the weights of a parameter in a slab for what its remainders belong to.
+    pub(crate) fn take_as_seen(&self, index: usize, slab: usize, seen: &mut Seen) {
+        self.overwritten[slab].forget(&self.params[index].weight_bytes());
+        seen.params[index][slab] = self.writes(index, slab);
+    }
+
+    /// What was written over in each slab, for who reads masters later.
+    pub(crate) fn overwritten(&self) -> [(Option<u64>, Arc<Overwritten>); 2] {
+        [0, 1].map(|slab| {
+            let memory = self.slab(slab).map(HostBuf::id);
+            (memory, self.overwritten[slab].clone())
+        })
     }
 
     /// Whether the user wrote the newest weights since an update last looked.
@@ -93,7 +209,7 @@ impl StoreLayer {
         if !self.is_written(index, slab, seen) {
             return Ok(());
         }
-        seen.params[index][slab] = self.writes(index, slab);
+        self.take_as_seen(index, slab, seen);
         let what = format!(
             "{} was written in memory that it has left, so the values are lost; call `synchronize`, then write \
              through `Param::data`",

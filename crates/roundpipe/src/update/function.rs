@@ -6,14 +6,18 @@
 //! # Invariants
 //! - Stored gradients are never written: unscaled ones are f32 copies that live as long as the step.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{self, Floats, FloatsMut};
+use roundpipe_tensor::optim::{self, Floats, FloatsMut, Remainders};
 use roundpipe_tensor::{DType, HostBuf, Param, Shape};
 
 use super::open::{OpenLayer, OpenParam};
 use crate::error::{Error, Result};
-use crate::optim::floats;
+use crate::optim::{MomentPart, floats};
 use crate::scaler::GradScaler;
+use crate::store::{Overwritten, StoreLayer};
 
 /// All optimizer copies, for a function of the user.
 pub struct OptimParams<'a> {
@@ -206,6 +210,52 @@ impl OptimParam<'_> {
     }
 }
 
+/// Where the f32 value of a parameter is that has no copy: in its newest weights and their
+/// remainders.
+#[derive(Debug, Clone)]
+pub(super) struct SplitValue {
+    remainder: HostBuf,
+    /// Where the weights lie in their slab.
+    weights: Range<usize>,
+    /// By the memory of each slab: what the user wrote over since the remainders followed.
+    overwritten: [(Option<u64>, Arc<Overwritten>); 2],
+}
+
+impl SplitValue {
+    pub fn of(layer: &StoreLayer, index: usize) -> Result<Option<Self>> {
+        let Some(remainder) = layer.remainder(index)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            remainder,
+            weights: layer.params()[index].weight_bytes(),
+            overwritten: layer.overwritten(),
+        }))
+    }
+
+    fn made_on_read(&self, param: &Param, len: usize) -> HostBuf {
+        let param = param.clone();
+        let this = self.clone();
+        let name = this.remainder.name().to_owned();
+        HostBuf::made_on_read(name, len * size_of::<f32>(), move |into| {
+            // The remainders first: while they are held, no update moves the parameter.
+            let remainder = this.remainder.read_all()?;
+            let home = param.data();
+            let weights = home.read_all()?;
+            let slabs = this.overwritten.iter();
+            let before = slabs
+                .filter(|(memory, _)| *memory == Some(home.id()))
+                .find_map(|(_, slab)| slab.before(&this.weights, weights.bytes()));
+            optim::join(
+                &Threads::new(Some(1))?,
+                before.as_deref().unwrap_or(weights.as_slice()),
+                Remainders::new(&remainder, len)?,
+                into.write(0..into.len())?.as_mut_slice(),
+            )
+        })
+    }
+}
+
 /// An optimizer copy to read, and the rule's state with it.
 #[derive(Debug, Clone)]
 pub struct OptimHandle {
@@ -215,30 +265,55 @@ pub struct OptimHandle {
     pub layer: usize,
     /// Sizes.
     pub shape: Shape,
-    /// Element type of the value and of the moments: f32, unless
+    /// Element type of the value: f32, unless
     /// [`Builder::optim_dtype`](crate::engine::Builder::optim_dtype) says otherwise.
     pub dtype: DType,
     pub(super) param: Param,
+    /// Of the parameter in its layer.
+    pub(super) index: usize,
     pub(super) master: Option<HostBuf>,
+    pub(super) split: Option<SplitValue>,
     pub(super) moments: Vec<HostBuf>,
-    pub(super) moment_shapes: Vec<Shape>,
+    pub(super) moment_parts: Vec<MomentPart>,
 }
 
 impl OptimHandle {
-    /// Where the newest values lie. For weights that have no copy this is the weights, which move
-    /// with every version.
+    /// The newest values. For bf16 weights with an f32 value they are made of the weights and their
+    /// remainders when this is read, and cannot be written. For weights that have no copy this is the
+    /// weights, which move with every version.
     pub fn value(&self) -> HostBuf {
-        self.master.clone().unwrap_or_else(|| self.param.data())
+        match (&self.split, &self.master) {
+            (Some(split), _) => split.made_on_read(&self.param, self.shape.numel()),
+            (None, Some(master)) => master.clone(),
+            (None, None) => self.param.data(),
+        }
     }
 
-    /// Where the rule's state lies, in the rule's order.
+    /// Refuses a value that the user reads or writes just now: a write would fail half way.
+    pub(crate) fn check_free(&self) -> Result<()> {
+        let memory = match &self.split {
+            Some(split) => split.remainder.clone(),
+            None => self.value(),
+        };
+        memory.write(0..memory.len())?;
+        Ok(())
+    }
+
+    /// Where the rule's state lies, in the rule's order; where moments are kept in 8 bits, the codes
+    /// of each and then its scales.
     pub fn moments(&self) -> &[HostBuf] {
         &self.moments
     }
 
-    /// The sizes of each of the moments: those of the parameter, or of its rows and columns.
-    pub fn moment_shapes(&self) -> &[Shape] {
-        &self.moment_shapes
+    /// The sizes of each of them: those of the parameter, of its rows and columns, or the number of
+    /// scales.
+    pub fn moment_shapes(&self) -> impl ExactSizeIterator<Item = &Shape> {
+        self.moment_parts.iter().map(|part| &part.shape)
+    }
+
+    /// The element type of each of them.
+    pub fn moment_dtypes(&self) -> impl ExactSizeIterator<Item = DType> {
+        self.moment_parts.iter().map(|part| part.dtype)
     }
 
     /// A copy of the newest values, as f32.

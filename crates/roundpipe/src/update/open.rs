@@ -16,14 +16,15 @@ use std::sync::Mutex;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, StepSettings};
-use roundpipe_tensor::{DType, HostBuf, Shape, bf16, f16};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, RemaindersMut, StepSettings};
+use roundpipe_tensor::{DType, HostBuf, RngSite, bf16, f16};
 
 use super::Apply;
 use super::function::OptimParam;
+use super::pass::{OpenMaster, OpenMoment, OpenSlabs, RulePass};
 use crate::error::{Error, Result};
-use crate::optim::{ParamSettings, Rule, Slabs, floats, floats_mut, floats_of};
-use crate::store::StoredParam;
+use crate::optim::{MomentType, ParamSettings, Rule, floats, floats_mut, floats_of};
+use crate::store::{Store, StoredParam};
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
 
@@ -36,7 +37,7 @@ pub(super) struct OpenLayer<'a> {
 
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
-    pub(super) fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
+    pub(super) fn update(&mut self, store: &Store, rule: Rule, apply: &Apply) -> Result<bool> {
         let settings = StepSettings {
             step: apply.step,
             lr: apply.lr,
@@ -46,7 +47,7 @@ impl OpenLayer<'_> {
         let mut kept = false;
         for param in &mut self.params {
             let group = apply.groups.of(param.stored.home);
-            kept |= param.update(threads, rule, settings, group)?;
+            kept |= param.update(store, rule, settings, group)?;
         }
         Ok(kept)
     }
@@ -63,7 +64,10 @@ pub(super) struct OpenParam<'a> {
     /// The newest version, where the next lies in another slab.
     pub(super) old: Option<HostRef>,
     pub(super) working: HostMut,
+    /// An f32 copy of the newest version, or one that a function of the user changes.
     pub(super) master: Option<HostMut>,
+    /// What the newest version lacks of its master, where that is no copy.
+    pub(super) remainder: Option<HostMut>,
     pub(super) moments: Vec<HostMut>,
     /// What the memory that a function writes held before; written back on drop, unless taken away.
     pub(super) backup: Option<HostBuf>,
@@ -73,7 +77,7 @@ impl OpenParam<'_> {
     /// The rule's pass with the settings of the parameter's group, or none without a gradient.
     pub(super) fn update(
         &mut self,
-        threads: &Threads,
+        store: &Store,
         rule: Rule,
         settings: StepSettings,
         group: ParamSettings,
@@ -85,6 +89,7 @@ impl OpenParam<'_> {
             self.keep();
             return Ok(false);
         }
+        let threads = &store.shared.threads;
         self.start_copy(threads)?;
         let pass = RulePass {
             rule: group.rule.unwrap_or(rule).with(group),
@@ -96,11 +101,20 @@ impl OpenParam<'_> {
             shape: self.stored.shape,
         };
         let grads = std::mem::take(&mut self.grads);
-        let is_wide = self.stored.state_dtype == DType::F32;
-        let mut slabs = self.slabs();
+        let (moments, seed) = store.moment_settings();
+        let mut slabs = self.slabs(&pass, moments, seed)?;
+        let is_plain = slabs.are_plain();
         match &grads[..] {
-            [(dtype, grad)] if is_wide || !pass.rule.is_elementwise() => {
+            [(dtype, grad)] if is_plain || !pass.rule.is_elementwise() => {
                 pass.run(threads, floats(*dtype, grad), slabs)
+            }
+            [(dtype, grad)] => {
+                let grad = floats(*dtype, grad);
+                let done = each_part(threads, slabs.chunks(), |one, i, chunk| {
+                    let range = i * CHUNK..grad.len().min((i + 1) * CHUNK);
+                    pass.run(one, grad.range(range), chunk)
+                });
+                Ok(done?.contains(&true))
             }
             grads if pass.rule.is_elementwise() => {
                 let done = each_chunk(threads, grads, slabs.chunks(), |one, chunk, grad| {
@@ -110,29 +124,72 @@ impl OpenParam<'_> {
             }
             // The rule looks at whole matrices, so it needs the whole sum.
             grads => {
-                let mut sum = vec![0.0; self.stored.shape.numel()];
+                let mut sum = vec![0.0; pass.shape.numel()];
                 sum_into(threads, grads, 0..sum.len(), &mut sum)?;
-                pass.run(threads, Floats::F32(&sum), self.slabs())
+                pass.run(threads, Floats::F32(&sum), slabs)
             }
         }
     }
 
     /// What the rule's pass writes.
-    fn slabs(&mut self) -> OpenSlabs<'_> {
-        let state_dtype = self.stored.state_dtype;
-        OpenSlabs {
-            weights: floats_mut(self.stored.dtype, &mut self.working),
-            master: self.master.as_mut().map(HostMut::as_mut_slice),
-            moments: self
-                .moments
-                .iter_mut()
-                .map(|moment| floats_mut(state_dtype, moment))
-                .collect(),
+    fn slabs(&mut self, pass: &RulePass, moments: MomentType, seed: u64) -> Result<OpenSlabs<'_>> {
+        let stored = self.stored;
+        let master = match (&mut self.master, &mut self.remainder) {
+            (Some(master), _) => OpenMaster::Copy(master.as_mut_slice()),
+            (None, Some(remainder)) => OpenMaster::Remainder {
+                newest: self.old.as_ref().map(HostRef::as_slice),
+                remainders: RemaindersMut::new(remainder, stored.shape.numel())?,
+            },
+            (None, None) => OpenMaster::Weights,
+        };
+        let moments = match (
+            stored.state_dtype,
+            pass.rule.moment_type(&stored.shape, moments),
+        ) {
+            (DType::F32, MomentType::Bf16) => {
+                let site = RngSite {
+                    seed,
+                    step: pass.settings.step,
+                    // Apart from all that layers draw.
+                    microbatch: u32::MAX,
+                    layer: stored.home.0 as u32,
+                    site: 0,
+                };
+                OpenMoment::random(&mut self.moments, site, stored.home.1)
+            }
+            (DType::F32, MomentType::Bits8) => OpenMoment::codes(&mut self.moments),
+            (dtype, _) => {
+                let plain = self.moments.iter_mut();
+                let plain = plain.map(|moment| OpenMoment::Plain(floats_mut(dtype, moment)));
+                plain.collect()
+            }
+        };
+        Ok(OpenSlabs {
+            weights: floats_mut(stored.dtype, &mut self.working),
+            master,
+            moments,
+        })
+    }
+
+    /// The newest version's bytes.
+    pub(super) fn newest_bytes(&mut self) -> &[u8] {
+        match &self.old {
+            Some(newest) => newest.bytes(),
+            None => self.working.bytes(),
         }
     }
 
-    /// Makes the f32 copy follow weights that the user wrote.
-    pub(super) fn follow(&mut self, threads: &Threads) -> Result<()> {
+    /// Makes the master follow weights that the user wrote; `before` are those that remainders
+    /// belong to.
+    pub(super) fn follow(&mut self, threads: &Threads, before: Option<&[bf16]>) -> Result<()> {
+        if let (Some(remainder), Some(before)) = (&mut self.remainder, before) {
+            let remainders = RemaindersMut::new(remainder, before.len())?;
+            let newest = match &self.old {
+                Some(newest) => newest.as_slice(),
+                None => &*self.working.as_mut_slice(),
+            };
+            optim::follow_split(threads, before, newest, remainders)?;
+        }
         let Some(master) = &mut self.master else {
             return Ok(());
         };
@@ -148,6 +205,9 @@ impl OpenParam<'_> {
     /// Where weights are their own masters and are updated in the next slab, brings the newest
     /// version there.
     pub(super) fn start_copy(&mut self, threads: &Threads) -> Result<()> {
+        if self.remainder.is_some() {
+            return Ok(());
+        }
         if let (Some(old), None) = (&self.old, &self.master) {
             let dtype = self.stored.dtype;
             let new = floats_mut(dtype, &mut self.working);
@@ -156,8 +216,8 @@ impl OpenParam<'_> {
         Ok(())
     }
 
-    /// Where weights narrower than f32 are their own masters, makes an f32 copy for a function of
-    /// the user, which lives as long as this.
+    /// Where there is no f32 copy of weights narrower than that, makes one for a function of the
+    /// user, which lives as long as this.
     fn widen_values(&mut self, threads: &Threads) -> Result<()> {
         let dtype = self.stored.dtype;
         if self.master.is_some() || dtype == DType::F32 {
@@ -166,12 +226,28 @@ impl OpenParam<'_> {
         let name = format!("{} as f32", self.stored.name);
         let copy = HostBuf::zeroed(name, self.stored.copy_bytes())?;
         let mut wide = copy.write(0..copy.len())?;
-        let into = FloatsMut::F32(wide.as_mut_slice());
+        self.read_values(threads, wide.as_mut_slice())?;
+        self.master = Some(wide);
+        Ok(())
+    }
+
+    /// Writes the values of weights narrower than f32 that have no f32 copy.
+    fn read_values(&mut self, threads: &Threads, into: &mut [f32]) -> Result<()> {
+        let dtype = self.stored.dtype;
+        if let Some(remainder) = &mut self.remainder {
+            let remainders = RemaindersMut::new(remainder, into.len())?;
+            let newest = match &self.old {
+                Some(newest) => newest.as_slice(),
+                None => &*self.working.as_mut_slice(),
+            };
+            optim::join(threads, newest, remainders.as_ref(), into)?;
+            return Ok(());
+        }
+        let into = FloatsMut::F32(into);
         match &self.old {
             Some(newest) => optim::cast(threads, floats(dtype, newest), into)?,
             None => optim::cast(threads, floats_of(dtype, &mut self.working), into)?,
         }
-        self.master = Some(wide);
         Ok(())
     }
 
@@ -190,8 +266,10 @@ impl OpenParam<'_> {
         self.widen_values(threads)?;
         // Before the newest version is brought there: with two slabs of f32 weights the function
         // writes where the version before the newest lies, and calls may still read that one.
-        let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
-        self.backup = Some(backup);
+        if self.remainder.is_none() {
+            let name = format!("{} backup", self.stored.name);
+            self.backup = Some(HostBuf::from_slice(name, &*self.values())?);
+        }
         self.start_copy(threads)?;
         if self.grads.len() > 1 {
             let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
@@ -222,11 +300,16 @@ impl OpenParam<'_> {
     }
 
     /// Refuses values that a function made infinite or NaN, or that would round to an infinity.
-    pub(super) fn check_finite(&mut self) -> Result<()> {
+    pub(super) fn check_finite(&mut self, threads: &Threads) -> Result<()> {
         let dtype = self.stored.dtype;
-        // Where the newest version is another slab of f32, that is what the values were; else the
-        // backup is.
+        // Where weights have remainders, they still say what the values were. Where the newest
+        // version is another slab of f32, that does; else the backup does.
         let before = match (&self.old, &self.master, &self.backup) {
+            _ if self.remainder.is_some() => {
+                let mut before = vec![0.0; self.stored.shape.numel()];
+                self.read_values(threads, &mut before)?;
+                before
+            }
             (Some(old), None, _) => old.as_slice::<f32>().to_vec(),
             (_, _, Some(backup)) => backup.read_all()?.as_slice().to_vec(),
             _ => return Ok(()),
@@ -253,6 +336,12 @@ impl OpenParam<'_> {
 
     /// Writes the working weights from the values.
     pub(super) fn round(&mut self, threads: &Threads) -> Result<()> {
+        if let (Some(master), Some(remainder)) = (&mut self.master, &mut self.remainder) {
+            let working = self.working.as_mut_slice::<bf16>();
+            let remainders = RemaindersMut::new(remainder, working.len())?;
+            optim::split(threads, master.as_mut_slice(), Some(working), remainders)?;
+            return Ok(());
+        }
         if let Some(master) = &mut self.master {
             let working = floats_mut(self.stored.dtype, &mut self.working);
             optim::cast(threads, Floats::F32(master.as_mut_slice()), working)?;
@@ -288,88 +377,6 @@ impl OpenParam<'_> {
     }
 }
 
-/// What the rule's pass writes: of a parameter, or of a chunk of one.
-struct OpenSlabs<'a> {
-    weights: FloatsMut<'a>,
-    /// `None` where the weights are their own.
-    master: Option<&'a mut [f32]>,
-    moments: Vec<FloatsMut<'a>>,
-}
-
-impl OpenSlabs<'_> {
-    /// Chunk by chunk, for rules whose moments are all as long as the weights.
-    fn chunks(&mut self) -> impl Iterator<Item = OpenSlabs<'_>> {
-        let mut master = self.master.as_mut().map(|master| master.chunks_mut(CHUNK));
-        let mut moments: Vec<_> = self.moments.iter_mut().map(FloatsMut::chunks).collect();
-        self.weights.chunks().map(move |weights| OpenSlabs {
-            weights,
-            master: master.as_mut().and_then(Iterator::next),
-            moments: moments.iter_mut().filter_map(Iterator::next).collect(),
-        })
-    }
-}
-
-/// The rule's pass over one parameter, or over chunks of it.
-struct RulePass {
-    rule: Rule,
-    settings: StepSettings,
-    shape: Shape,
-}
-
-impl RulePass {
-    /// Runs it; whether some elements kept their value because the new one was not finite.
-    fn run(&self, threads: &Threads, grad: Floats<'_>, slabs: OpenSlabs<'_>) -> Result<bool> {
-        let (master, working) = match (slabs.master, slabs.weights) {
-            (Some(master), weights) => (master, Some(weights)),
-            (None, FloatsMut::F32(master)) => (master, None),
-            (None, narrow) => return self.run_narrow(threads, grad, narrow, slabs.moments),
-        };
-        let wide = |moment| match moment {
-            FloatsMut::F32(moment) => moment,
-            _ => unreachable!("an f32 master has f32 moments"),
-        };
-        let slabs = Slabs {
-            shape: self.shape,
-            grad,
-            master,
-            moments: slabs.moments.into_iter().map(wide).collect(),
-            working,
-        };
-        self.rule.update(threads, self.settings, slabs)
-    }
-
-    /// The same where weights are their own masters and narrower than f32: widened, updated and
-    /// rounded once.
-    fn run_narrow(
-        &self,
-        threads: &Threads,
-        grad: Floats<'_>,
-        weights: FloatsMut<'_>,
-        moments: Vec<FloatsMut<'_>>,
-    ) -> Result<bool> {
-        let narrow: Vec<FloatsMut<'_>> = std::iter::once(weights).chain(moments).collect();
-        let mut wide = Vec::with_capacity(narrow.len());
-        for slab in &narrow {
-            let mut values = vec![0.0; slab.len()];
-            optim::cast(threads, slab.as_floats(), FloatsMut::F32(&mut values))?;
-            wide.push(values);
-        }
-        let mut slabs = wide.iter_mut().map(|values| &mut values[..]);
-        let slabs = Slabs {
-            shape: self.shape,
-            grad,
-            master: slabs.next().unwrap_or_default(),
-            moments: slabs.collect(),
-            working: None,
-        };
-        let mut kept = self.rule.update(threads, self.settings, slabs)?;
-        for (values, slab) in wide.iter().zip(narrow) {
-            kept |= optim::narrow(threads, values, slab)?;
-        }
-        Ok(kept)
-    }
-}
-
 impl Drop for OpenParam<'_> {
     fn drop(&mut self) {
         // There is a backup only where a function failed.
@@ -389,16 +396,27 @@ pub(super) fn each_chunk<T: Send, R: Send>(
     let len = grads
         .first()
         .map_or(0, |(dtype, grad)| floats(*dtype, grad).len());
-    let one = Threads::new(Some(1))?;
-    let chunks: Vec<Mutex<Option<T>>> = chunks.map(|chunk| Mutex::new(Some(chunk))).collect();
-    let results: Vec<Mutex<Option<Result<R>>>> = chunks.iter().map(|_| Mutex::new(None)).collect();
-    threads.run(chunks.len(), |i| {
-        let chunk = lock(&chunks[i]).take();
+    each_part(threads, chunks, |one, i, chunk| {
         let range = i * CHUNK..len.min((i + 1) * CHUNK);
         let mut sum = vec![0.0f32; range.len()];
-        let summed = sum_into(&one, grads, range, &mut sum);
-        let done = chunk.map(|chunk| summed.and_then(|()| task(&one, chunk, Floats::F32(&sum))));
-        *lock(&results[i]) = done;
+        sum_into(one, grads, range, &mut sum)?;
+        task(one, chunk, Floats::F32(&sum))
+    })
+}
+
+/// Gives `task` each part with its number, and collects the results. A part is one thread's, which
+/// `task` goes on with.
+fn each_part<T: Send, R: Send>(
+    threads: &Threads,
+    parts: impl Iterator<Item = T>,
+    task: impl Fn(&Threads, usize, T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let one = Threads::new(Some(1))?;
+    let parts: Vec<Mutex<Option<T>>> = parts.map(|part| Mutex::new(Some(part))).collect();
+    let results: Vec<Mutex<Option<Result<R>>>> = parts.iter().map(|_| Mutex::new(None)).collect();
+    threads.run(parts.len(), |i| {
+        let part = lock(&parts[i]).take();
+        *lock(&results[i]) = part.map(|part| task(&one, i, part));
     });
     let done = results
         .into_iter()

@@ -855,7 +855,7 @@ fn frozen_weights_have_no_state_and_no_gradient() {
         );
         assert_eq!(
             (bytes.masters, bytes.moments),
-            (4 * 32 * 32 * 4, 4 * 32 * 32 * 8)
+            (4 * 32 * 32 * 17 / 8, 4 * 32 * 32 * 8)
         );
         let names: Vec<String> = engine.optim_parameters().unwrap().map(|p| p.name).collect();
         assert_eq!(names, ["a.down", "a.up", "b.down", "b.up"]);

@@ -349,7 +349,10 @@ fn a_tied_weight_counts_once() {
     assert_eq!(state.params.len(), 7);
     let (_, engine) = model.engines().next().unwrap();
     let elements = VOCAB * WIDTH + 3 * (WIDTH * WIDTH + WIDTH);
-    assert_eq!(engine.host_bytes().masters, 4 * elements);
+    let masters = engine.host_bytes().masters;
+    // Each parameter's tie bits and place end at whole words.
+    let least = 2 * elements + elements / 8;
+    assert!((least..least + 7 * 4).contains(&masters), "{masters}");
     model
         .set_groups([ParamGroup::matching("head.*").frozen(true)])
         .unwrap();

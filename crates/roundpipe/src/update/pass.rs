@@ -1,0 +1,385 @@
+//! The rule's pass over a parameter, whatever its master and moments are kept in.
+//!
+//! A rule computes with f32 masters and moments. Where they are kept otherwise (masters as bf16
+//! weights and remainders, moments in bf16 or in 8 bits), a piece of them is widened, updated and
+//! narrowed again while it is in a core's first cache. Rules that look at whole matrices have the
+//! whole parameter as one piece, which takes 4 bytes per element and kind while it is updated.
+//!
+//! # Invariants
+//! - An element's new value does not depend on how its parameter is cut.
+//! - Masters lose no bit; moments in fewer bits are narrowed once per update.
+
+use std::ops::Range;
+
+use roundpipe_tensor::cpu::threads::Threads;
+use roundpipe_tensor::host::HostMut;
+use roundpipe_tensor::optim::{
+    self, BLOCK, CHUNK, DynamicMap, Floats, FloatsMut, RemaindersMut, StepSettings,
+};
+use roundpipe_tensor::{RngKey, RngSite, Shape, bf16};
+
+use crate::error::Result;
+use crate::optim::{Rule, Slabs};
+
+/// Elements of a piece: whole blocks of 8-bit codes, few enough for a core's first cache.
+const PIECE: usize = 1 << 12;
+
+/// What the rule's pass writes: of a parameter, or of a chunk of one.
+pub(super) struct OpenSlabs<'a> {
+    pub weights: FloatsMut<'a>,
+    pub master: OpenMaster<'a>,
+    pub moments: Vec<OpenMoment<'a>>,
+}
+
+/// Where the values are that a pass starts from.
+pub(super) enum OpenMaster<'a> {
+    /// The weights are their own.
+    Weights,
+    /// An f32 copy.
+    Copy(&'a mut [f32]),
+    /// The weights and what they lack.
+    Remainder {
+        /// Where the next version lies in another slab.
+        newest: Option<&'a [bf16]>,
+        remainders: RemaindersMut<'a>,
+    },
+}
+
+/// One of the rule's moments.
+pub(super) enum OpenMoment<'a> {
+    /// In the type of the master.
+    Plain(FloatsMut<'a>),
+    /// In bf16, rounded at random.
+    Random {
+        values: &'a mut [bf16],
+        key: RngKey,
+        /// The number of the first element in the parameter.
+        first: u64,
+    },
+    /// In 8 bits.
+    Codes {
+        codes: &'a mut [u8],
+        scales: &'a mut [f32],
+        map: DynamicMap,
+    },
+}
+
+impl OpenSlabs<'_> {
+    /// Whether the rule can write them as they are.
+    pub fn are_plain(&self) -> bool {
+        let is_wide = match &self.master {
+            OpenMaster::Copy(_) => true,
+            OpenMaster::Weights => matches!(self.weights, FloatsMut::F32(_)),
+            OpenMaster::Remainder { .. } => false,
+        };
+        let is_f32 =
+            |moment: &OpenMoment<'_>| matches!(moment, OpenMoment::Plain(FloatsMut::F32(_)));
+        is_wide && self.moments.iter().all(is_f32)
+    }
+
+    /// Chunk by chunk, for rules whose moments are all as long as the weights.
+    pub fn chunks(&mut self) -> impl Iterator<Item = OpenSlabs<'_>> {
+        let mut moments: Vec<_> = self.moments.iter_mut().map(OpenMoment::chunks).collect();
+        let chunks = self.weights.chunks().zip(self.master.chunks());
+        chunks.map(move |(weights, master)| OpenSlabs {
+            weights,
+            master,
+            moments: moments.iter_mut().filter_map(Iterator::next).collect(),
+        })
+    }
+}
+
+impl OpenMaster<'_> {
+    fn chunks(&mut self) -> Box<dyn Iterator<Item = OpenMaster<'_>> + '_> {
+        match self {
+            Self::Weights => Box::new(std::iter::repeat_with(|| OpenMaster::Weights)),
+            Self::Copy(master) => Box::new(master.chunks_mut(CHUNK).map(OpenMaster::Copy)),
+            Self::Remainder { newest, remainders } => {
+                let mut newest = newest.map(|newest| newest.chunks(CHUNK));
+                let chunks = remainders.chunks(CHUNK).map(move |remainders| {
+                    let newest = newest.as_mut().and_then(Iterator::next);
+                    OpenMaster::Remainder { newest, remainders }
+                });
+                Box::new(chunks)
+            }
+        }
+    }
+}
+
+impl<'a> OpenMoment<'a> {
+    /// Moments in bf16; `index` is the parameter's in its layer.
+    pub fn random(memory: &'a mut [HostMut], site: RngSite, index: usize) -> Vec<Self> {
+        let open = |(i, memory): (usize, &'a mut HostMut)| Self::Random {
+            values: memory.as_mut_slice(),
+            key: RngSite {
+                // No rule has more than four.
+                site: (4 * index + i) as u32,
+                ..site
+            }
+            .key(),
+            first: 0,
+        };
+        memory.iter_mut().enumerate().map(open).collect()
+    }
+
+    /// Moments in 8 bits: the codes of each, then its scales. Only the first of a rule has a sign.
+    pub fn codes(memory: &'a mut [HostMut]) -> Vec<Self> {
+        let (pairs, _) = memory.as_chunks_mut();
+        let open = |(i, [codes, scales]): (usize, &'a mut [HostMut; 2])| Self::Codes {
+            codes: codes.bytes(),
+            scales: scales.as_mut_slice(),
+            map: if i == 0 {
+                DynamicMap::Signed
+            } else {
+                DynamicMap::Unsigned
+            },
+        };
+        pairs.iter_mut().enumerate().map(open).collect()
+    }
+
+    fn chunks(&mut self) -> Box<dyn Iterator<Item = OpenMoment<'_>> + '_> {
+        match self {
+            Self::Plain(values) => Box::new(values.chunks().map(OpenMoment::Plain)),
+            Self::Random { values, key, first } => {
+                let (key, first) = (*key, *first);
+                let chunks = values.chunks_mut(CHUNK).enumerate();
+                Box::new(chunks.map(move |(i, values)| OpenMoment::Random {
+                    values,
+                    key,
+                    first: first + (i * CHUNK) as u64,
+                }))
+            }
+            Self::Codes { codes, scales, map } => {
+                let map = *map;
+                let chunks = codes
+                    .chunks_mut(CHUNK)
+                    .zip(scales.chunks_mut(CHUNK / BLOCK));
+                Box::new(chunks.map(move |(codes, scales)| OpenMoment::Codes {
+                    codes,
+                    scales,
+                    map,
+                }))
+            }
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Plain(values) => values.len(),
+            Self::Random { values, .. } => values.len(),
+            Self::Codes { codes, .. } => codes.len(),
+        }
+    }
+
+    /// Its elements that belong to a piece of a parameter of `len` elements. Those of a matrix may
+    /// have sizes of their own, and then the piece is the parameter.
+    fn part(&self, piece: &Range<usize>, len: usize) -> Range<usize> {
+        if self.len() == len {
+            piece.clone()
+        } else {
+            0..self.len()
+        }
+    }
+
+    /// Writes elements as f32, unless they are.
+    fn widen(&self, threads: &Threads, range: Range<usize>, into: &mut [f32]) -> Result<()> {
+        match self {
+            Self::Plain(FloatsMut::F32(_)) => {}
+            Self::Plain(narrow) => {
+                let values = narrow.as_floats();
+                optim::cast(threads, values.range(range), FloatsMut::F32(into))?;
+            }
+            Self::Random { values, .. } => {
+                let values = Floats::BF16(&values[range]);
+                optim::cast(threads, values, FloatsMut::F32(into))?;
+            }
+            Self::Codes { codes, scales, map } => {
+                let scales = &scales[blocks(&range)];
+                optim::dequantize(threads, *map, &codes[range], scales, into)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes new values back, unless they are in place. Whether one kept what it had because the new
+    /// one was not finite.
+    fn narrow(&mut self, threads: &Threads, range: Range<usize>, new: &[f32]) -> Result<bool> {
+        match self {
+            Self::Plain(FloatsMut::F32(_)) => return Ok(false),
+            Self::Plain(narrow) => return Ok(optim::narrow(threads, new, narrow.range(range))?),
+            Self::Random { values, key, first } => {
+                let at = *first + range.start as u64;
+                optim::round_randomly(threads, *key, at, new, &mut values[range])?;
+            }
+            Self::Codes { codes, scales, map } => {
+                let scales = &mut scales[blocks(&range)];
+                optim::quantize(threads, *map, new, &mut codes[range], scales)?;
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// The blocks of elements, from a whole one on.
+fn blocks(range: &Range<usize>) -> Range<usize> {
+    range.start / BLOCK..range.end.div_ceil(BLOCK)
+}
+
+/// The rule's pass over one parameter, or over chunks of it.
+pub(super) struct RulePass {
+    pub rule: Rule,
+    pub settings: StepSettings,
+    pub shape: Shape,
+}
+
+impl RulePass {
+    /// Runs it; whether some elements kept their value because the new one was not finite.
+    pub fn run(
+        &self,
+        threads: &Threads,
+        grad: Floats<'_>,
+        mut slabs: OpenSlabs<'_>,
+    ) -> Result<bool> {
+        let len = slabs.weights.len();
+        let in_pieces = self.rule.is_elementwise() && !slabs.are_plain();
+        let piece = if in_pieces { len.min(PIECE) } else { len };
+        let mut wide = Wide::new(&slabs, piece);
+        let mut kept = false;
+        for start in (0..len).step_by(piece.max(1)) {
+            let range = start..len.min(start + piece);
+            kept |= self.run_piece(
+                threads,
+                grad.range(range.clone()),
+                range,
+                &mut slabs,
+                &mut wide,
+            )?;
+        }
+        Ok(kept)
+    }
+
+    fn run_piece(
+        &self,
+        threads: &Threads,
+        grad: Floats<'_>,
+        range: Range<usize>,
+        slabs: &mut OpenSlabs<'_>,
+        wide: &mut Wide,
+    ) -> Result<bool> {
+        let len = slabs.weights.len();
+        wide.widen(threads, &range, slabs)?;
+        let (master, working) = match (&mut slabs.master, &mut slabs.weights) {
+            (OpenMaster::Weights, FloatsMut::F32(master)) => (&mut master[range.clone()], None),
+            (OpenMaster::Weights, _) => (&mut wide.master[..range.len()], None),
+            (OpenMaster::Copy(master), weights) => (
+                &mut master[range.clone()],
+                Some(weights.range(range.clone())),
+            ),
+            (OpenMaster::Remainder { .. }, weights) => (
+                &mut wide.master[..range.len()],
+                Some(weights.range(range.clone())),
+            ),
+        };
+        let moments = slabs.moments.iter_mut().zip(&mut wide.moments);
+        let moments = moments.map(|(moment, wide)| {
+            let part = moment.part(&range, len);
+            match moment {
+                OpenMoment::Plain(FloatsMut::F32(moment)) => &mut moment[part],
+                _ => &mut wide[..part.len()],
+            }
+        });
+        let update = Slabs {
+            shape: self.shape,
+            grad,
+            master,
+            moments: moments.collect(),
+            working,
+        };
+        let kept = self.rule.update(threads, self.settings, update)?;
+        Ok(wide.narrow(threads, &range, slabs)? || kept)
+    }
+}
+
+/// f32 copies of a piece of what is kept otherwise; empty where it is f32.
+struct Wide {
+    master: Vec<f32>,
+    moments: Vec<Vec<f32>>,
+}
+
+impl Wide {
+    fn new(slabs: &OpenSlabs<'_>, piece: usize) -> Self {
+        let master = match (&slabs.master, &slabs.weights) {
+            (OpenMaster::Copy(_), _) | (OpenMaster::Weights, FloatsMut::F32(_)) => 0,
+            _ => piece,
+        };
+        let moment = |moment: &OpenMoment<'_>| match moment {
+            OpenMoment::Plain(FloatsMut::F32(_)) => Vec::new(),
+            _ => vec![0.0; moment.part(&(0..piece), slabs.weights.len()).len()],
+        };
+        Self {
+            master: vec![0.0; master],
+            moments: slabs.moments.iter().map(moment).collect(),
+        }
+    }
+
+    /// Widens a piece.
+    fn widen(
+        &mut self,
+        threads: &Threads,
+        range: &Range<usize>,
+        slabs: &OpenSlabs<'_>,
+    ) -> Result<()> {
+        let len = slabs.weights.len();
+        let master = self.master.get_mut(..range.len()).unwrap_or_default();
+        match (&slabs.master, &slabs.weights) {
+            (OpenMaster::Copy(_), _) | (OpenMaster::Weights, FloatsMut::F32(_)) => {}
+            (OpenMaster::Weights, narrow) => {
+                let weights = narrow.as_floats().range(range.clone());
+                optim::cast(threads, weights, FloatsMut::F32(master))?;
+            }
+            (OpenMaster::Remainder { newest, remainders }, weights) => {
+                let weights = match (newest, weights) {
+                    (Some(newest), _) => newest,
+                    (None, FloatsMut::BF16(weights)) => &**weights,
+                    _ => unreachable!("only bf16 weights have remainders"),
+                };
+                let remainders = remainders.as_ref().range(range.clone());
+                optim::join(threads, &weights[range.clone()], remainders, master)?;
+            }
+        }
+        for (moment, wide) in slabs.moments.iter().zip(&mut self.moments) {
+            let part = moment.part(range, len);
+            let wide = wide.get_mut(..part.len()).unwrap_or_default();
+            moment.widen(threads, part, wide)?;
+        }
+        Ok(())
+    }
+
+    /// Takes a piece back. Whether an element kept what it had because the new one was not finite.
+    fn narrow(
+        &self,
+        threads: &Threads,
+        range: &Range<usize>,
+        slabs: &mut OpenSlabs<'_>,
+    ) -> Result<bool> {
+        let len = slabs.weights.len();
+        let mut kept = false;
+        let master = self.master.get(..range.len()).unwrap_or_default();
+        match (&mut slabs.master, &mut slabs.weights) {
+            (OpenMaster::Copy(_), _) | (OpenMaster::Weights, FloatsMut::F32(_)) => {}
+            (OpenMaster::Weights, narrow) => {
+                kept |= optim::narrow(threads, master, narrow.range(range.clone()))?;
+            }
+            // The rule has written the weights.
+            (OpenMaster::Remainder { remainders, .. }, _) => {
+                optim::split(threads, master, None, remainders.range(range.clone()))?;
+            }
+        }
+        for (moment, wide) in slabs.moments.iter_mut().zip(&self.moments) {
+            let part = moment.part(range, len);
+            let wide = wide.get(..part.len()).unwrap_or_default();
+            kept |= moment.narrow(threads, part, wide)?;
+        }
+        Ok(kept)
+    }
+}
