@@ -242,8 +242,24 @@ pub struct Watched {
     pub has_diverged: bool,
     /// Whether it came to the end of what was studied.
     is_complete: bool,
-    study: Option<(Vec<Piece>, Vec<Weak<Storage>>, Vec<Launch>)>,
-    repeated: Option<(Selection, Arc<PassSteps>, Vec<Weak<Storage>>)>,
+    study: Option<Study>,
+    repeated: Option<Repeated>,
+}
+
+/// What was noted of a second run.
+#[derive(Debug)]
+struct Study {
+    pieces: Vec<Piece>,
+    memory: Vec<Weak<Storage>>,
+    launches: Vec<Launch>,
+}
+
+/// What a second run left out, and the memory that it took.
+#[derive(Debug)]
+struct Repeated {
+    steps: Arc<PassSteps>,
+    selection: Selection,
+    memory: Vec<Weak<Storage>>,
 }
 
 impl Watch {
@@ -419,13 +435,23 @@ impl ActiveWatch {
             repeated: None,
         };
         match std::mem::replace(&mut state.purpose, Purpose::Study) {
-            Purpose::Study => watched.study = Some((pieces, memory, launches)),
+            Purpose::Study => {
+                watched.study = Some(Study {
+                    pieces,
+                    memory,
+                    launches,
+                });
+            }
             Purpose::Repeat {
                 steps, selection, ..
             } => {
                 watched.is_complete =
                     (pieces.len(), launches.len()) == (steps.pieces.len(), steps.launches.len());
-                watched.repeated = Some((selection, steps, memory));
+                watched.repeated = Some(Repeated {
+                    steps,
+                    selection,
+                    memory,
+                });
             }
             Purpose::Keep { .. } => {}
         }
@@ -438,7 +464,12 @@ impl Watched {
     /// was left out. `outputs` is what it gave; `None` if it failed: then it is sound if the failure
     /// is its own, and not one of this module's.
     pub fn is_sound(&self, outputs: Option<&[&Tensor]>) -> bool {
-        let Some((selection, steps, memory)) = &self.repeated else {
+        let Some(Repeated {
+            steps,
+            selection,
+            memory,
+        }) = &self.repeated
+        else {
             return true;
         };
         if self.has_diverged || self.has_unseen {
@@ -467,7 +498,11 @@ impl Watched {
     /// What a second run did, while the tape holds what its backward needs. `None` where it was not
     /// studied, or went ways that were not watched.
     pub fn steps(&mut self, outputs: &[&Tensor]) -> Option<PassSteps> {
-        let (mut pieces, memory, launches) = self.study.take()?;
+        let Study {
+            mut pieces,
+            memory,
+            launches,
+        } = self.study.take()?;
         if self.has_unseen {
             return None;
         }

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use roundpipe_tensor::transfer::HostValue;
+use roundpipe_tensor::transfer::{Arrival, HostValue};
 use roundpipe_tensor::{Cx, Tensor, Watch};
 
 use super::launcher::Launcher;
@@ -42,11 +42,13 @@ struct ArrivingSaved {
     signature: u64,
 }
 
-/// A piece of a forward.
+/// A piece of a forward. A recompute can do without, so it comes only where tasks do not need the
+/// room.
+#[expect(clippy::large_enum_variant, reason = "few are under way at a time")]
 enum ArrivingPiece {
     /// On this worker, if it still has it.
     Kept(HostValue),
-    Incoming(Incoming),
+    Arriving(Arrival),
 }
 
 /// The gradients of a stage's outputs, on their way here.
@@ -194,7 +196,10 @@ impl Launcher {
         for (number, piece) in saved.kept {
             let tensor = match piece {
                 ArrivingPiece::Kept(host) => self.kept.take_piece(&host),
-                ArrivingPiece::Incoming(coming) => Some(self.land_saved(task, layer, coming)?),
+                ArrivingPiece::Arriving(arrival) => {
+                    let landed = arrival.land();
+                    Some(landed.map_err(|error| task.error(Some(layer), error))?)
+                }
             };
             pieces.extend(tensor.map(|tensor| (number, tensor)));
         }
@@ -320,11 +325,15 @@ impl Launcher {
         }
         let mut kept = Vec::with_capacity(saved.kept.len());
         for (number, value) in &saved.kept {
-            let piece = match value.is_device_only() {
-                true => ArrivingPiece::Kept(value.clone()),
-                false => ArrivingPiece::Incoming(receive(value)?),
-            };
-            kept.push((*number, piece));
+            if value.is_device_only() {
+                kept.push((*number, ArrivingPiece::Kept(value.clone())));
+                continue;
+            }
+            let incoming = self.bring(RECOMPUTE, value, Needed::Later);
+            let incoming = incoming.map_err(|error| task.error(Some(layer), error))?;
+            if let Incoming::Arriving(arrival) = incoming {
+                kept.push((*number, ArrivingPiece::Arriving(arrival)));
+            }
         }
         Ok(ArrivingSaved {
             data,
