@@ -128,6 +128,7 @@ pub(super) fn all(place: &Place) -> Vec<Check> {
         check("engine = plain loop", false, engine_is_plain),
         check(&format!("1 worker = {many} workers"), false, any_workers),
         check("stage grain = layer grain", false, any_grain),
+        check("kept = computed again", false, any_keeping),
         check("resident = offloaded", false, any_residence),
         check("resident = offloaded", true, simulated_residence),
         check("every copy is ordered", true, order),
@@ -170,6 +171,20 @@ fn any_grain(subject: &Subject, place: &Place) -> Result<Found> {
         ..stage.clone()
     };
     Found::exact(&stage.run(subject)?, &layer.run(subject)?)
+}
+
+/// Results of forwards are kept for their recompute where there is room, or none is.
+fn any_keeping(subject: &Subject, place: &Place) -> Result<Found> {
+    let kept = Way {
+        stages: Some(2),
+        ..Way::usual(place.one()?, Lag::Zero)
+    };
+    let again = Way {
+        devices: place.one()?,
+        recompute_all: true,
+        ..kept.clone()
+    };
+    Found::exact(&kept.run(subject)?, &again.run(subject)?)
 }
 
 /// Everything stays on the worker, or nothing does.

@@ -112,6 +112,8 @@ pub(super) struct Way {
     pub lag: Lag,
     /// Bytes of activations that stay on a worker.
     pub keep: Option<Bytes>,
+    /// Whether forwards keep no results for their recompute.
+    pub recompute_all: bool,
     /// Whether weights stay on a worker until they change.
     pub resident: bool,
 }
@@ -135,6 +137,7 @@ impl Way {
             stages: None,
             lag,
             keep: None,
+            recompute_all: false,
             resident: false,
         }
     }
@@ -146,6 +149,7 @@ impl Way {
         let mut config = RunConfig::new()
             .num_microbatch(subject.microbatches)
             .recompute_grain(self.grain)
+            .recompute_all(self.recompute_all)
             .loss_reduction(LossReduction::Sum);
         config.execute_plan = plan;
         let context = self.devices[0].cost_model().context_bytes().0;
