@@ -152,9 +152,25 @@ impl PassSteps {
         }
     }
 
+    /// The share of [`PassSteps::whole_seconds`] that a second run takes with these kept.
+    pub fn share_left(&self, kept: &[KeepChoice], needs_output: bool) -> f64 {
+        let mut is_kept = vec![false; self.pieces.len()];
+        for piece in kept.iter().flat_map(|choice| &choice.pieces) {
+            is_kept[*piece] = true;
+        }
+        match self.whole_seconds() {
+            whole if whole > 0.0 => self.seconds_of(&is_kept, needs_output) / whole,
+            _ => 1.0,
+        }
+    }
+
     /// What the second run takes if its output is not needed and these pieces are kept.
     fn seconds(&self, kept: &[bool]) -> f64 {
-        let runs = self.select(kept, false).runs;
+        self.seconds_of(kept, false)
+    }
+
+    fn seconds_of(&self, kept: &[bool], needs_output: bool) -> f64 {
+        let runs = self.select(kept, needs_output).runs;
         let launches = self.launches.iter().zip(runs);
         launches
             .filter(|(_, runs)| *runs)

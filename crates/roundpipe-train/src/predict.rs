@@ -455,13 +455,17 @@ impl Asked<'_> {
         prepare(&engine)?;
         let (inputs, config) = self.call(layers)?;
         let plan = engine.auto_plan(PlanKind::Fused, inputs.clone(), &config)?;
-        let costs = engine.layer_costs(PlanKind::Fused, inputs, &config)?;
+        let mut costs = engine.layer_costs(PlanKind::Fused, inputs, &config)?;
         for _ in 0..self.dry_steps {
             let (inputs, config) = self.call(layers)?;
             engine.train(inputs).config(config).run()?;
             engine.skip_step(start::lag(self.settings))?;
         }
         engine.synchronize()?;
+        // Results that are kept are not computed again.
+        for (layer, share) in engine.recompute_shares() {
+            costs.layers[layer].recompute_ms *= share;
+        }
         if self.dry_steps > 0 && self.settings.eval_every != Some(0) {
             let (inputs, config) = self.call(layers)?;
             engine.set_training(false);

@@ -155,6 +155,12 @@ impl<M> RoundPipe<M> {
         self.core.notes().activations
     }
 
+    /// For each layer that the last call recomputed, the share of its forward that this takes, as far
+    /// as that is known before kernels run: less than 1 where results were kept or are not needed.
+    pub fn recompute_shares(&self) -> Vec<(usize, f64)> {
+        self.core.notes().recompute_shares.clone()
+    }
+
     /// What every thread is doing or waiting for.
     pub fn status(&self) -> Vec<StatusLine> {
         self.core.ring.board().report()

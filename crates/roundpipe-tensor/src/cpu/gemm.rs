@@ -90,6 +90,9 @@ unsafe impl<T: Sync, O: Sync> Sync for Product<T, O> {}
 
 /// Products with fewer multiplications than this run on the calling thread: sharing costs more.
 const WORTH_SHARING: usize = 1 << 20;
+/// The same for a few rows by columns that are read where they lie: memory bounds those, and one
+/// thread does not get all of its rate.
+const WORTH_SHARING_FEW: usize = 1 << 17;
 
 /// Multiplies on `threads`.
 ///
@@ -181,11 +184,15 @@ unsafe fn gemm_by<T: GemmElement, O: SumTarget<T::Sum>>(
         // SAFETY: the caller's promises.
         return unsafe { without_sums(isa, product) };
     }
-    let threads = threads.filter(|_| (m * n).saturating_mul(k) >= WORTH_SHARING);
     let few = kernel
         .few
         .as_ref()
         .filter(|few| m <= few.rows && product.b.row == 1);
+    let least = match few {
+        Some(_) => WORTH_SHARING_FEW,
+        None => WORTH_SHARING,
+    };
+    let threads = threads.filter(|_| (m * n).saturating_mul(k) >= least);
     let mut plan = BlockExtents::new(kernel, threads.map_or(1, Threads::count), [m, n, k]);
     if few.is_some() {
         plan.take_columns_where_they_lie(kernel, [n, k]);

@@ -141,6 +141,8 @@ pub(super) struct Notes {
     pub nonfinite_in_a_row: u64,
     /// Of the last call that trains.
     pub activations: Option<ActivationUse>,
+    /// The share of their forward that recomputes of that call take, by layer.
+    pub recompute_shares: Vec<(usize, f64)>,
 }
 
 impl Notes {

@@ -27,7 +27,7 @@ use super::outputs::InputLeaves;
 use super::planner::Batch;
 use crate::batch::split_label;
 use crate::budget::{ActivationUse, CallNeeds, HostBudget};
-use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
+use crate::config::{Grain, LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::cost::{LayerCosts, Phase};
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
@@ -355,6 +355,15 @@ impl Core {
             false => KeepPlan::default(),
         };
         if trains {
+            let grain = prepared.config.recompute_grain;
+            let backward = stages.iter().filter(|stage| stage.pass == Pass::Backward);
+            let layers = backward.flat_map(|stage| {
+                let layers = stage.layers.clone();
+                let end = layers.end;
+                layers.map(move |layer| (layer, grain == Grain::Stage && layer + 1 < end))
+            });
+            let shares = self.model.repeats.shares_left(&keep, layers);
+            self.notes().recompute_shares = shares;
             let on_workers: u64 = keep.worker_bytes.values().sum();
             let most = keep.worker_bytes.values().max().copied().unwrap_or(0);
             self.notes().activations = Some(ActivationUse {

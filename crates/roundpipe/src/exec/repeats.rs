@@ -173,6 +173,28 @@ impl Repeats {
         plan
     }
 
+    /// For each of these layers, the share of its forward that its recompute still takes under a
+    /// plan; 1 where nothing is known. `needs_output` says whether a next layer is recomputed with it.
+    pub fn shares_left(
+        &self,
+        plan: &KeepPlan,
+        layers: impl Iterator<Item = (usize, bool)>,
+    ) -> Vec<(usize, f64)> {
+        let largest = self.largest();
+        let share = |layer: usize, needs_output: bool| {
+            let Some(known) = largest.get(&layer) else {
+                return 1.0;
+            };
+            let keep = plan.layers.get(&layer).copied().unwrap_or_default();
+            let kept = known.choices.len().min(keep.stay + keep.leave);
+            let kept = &known.choices[..kept];
+            known.steps.share_left(kept, needs_output)
+        };
+        layers
+            .map(|(layer, needs_output)| (layer, share(layer, needs_output)))
+            .collect()
+    }
+
     /// What is known of every layer, for the largest input that it has met.
     fn largest(&self) -> HashMap<usize, KnownPass> {
         let mut largest: HashMap<usize, (u64, KnownPass)> = HashMap::new();
