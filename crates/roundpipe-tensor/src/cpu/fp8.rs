@@ -164,6 +164,7 @@ unsafe fn matmul_as<T: Float<Acc = f32>>(call: &Call<'_>, left: Fp8, right: Fp8)
     let at = |offset: usize| (scratch.ptr as usize + offset) as *mut u8;
     let (wide_b, wide_a) = (at(0).cast::<bf16>(), at(rooms.left).cast::<bf16>());
     let sums = at(rooms.sums).cast::<f32>();
+    let finish = Finish { n, scales, bias, c };
     // SAFETY: the scratch memory has room for the right side at its start.
     widen(call, right, b, unsafe {
         std::slice::from_raw_parts_mut(wide_b, n * k)
@@ -198,20 +199,39 @@ unsafe fn matmul_as<T: Float<Acc = f32>>(call: &Call<'_>, left: Fp8, right: Fp8)
             alpha: 1.0,
             beta: 0.0,
         };
-        // SAFETY: both sides were widened above; the sums have a room of their own.
-        unsafe { gemm::gemm(call.threads, &product) };
-        let sums = sums as usize;
-        call.pieces(rows, TASK / n, |start, end| {
+        // SAFETY: both sides were widened above; the sums have a room of their own, which is read
+        // when they are written.
+        let sums = unsafe {
+            gemm::gemm(call.threads, &product);
+            std::slice::from_raw_parts(sums, rows * n)
+        };
+        finish.rows(call, sums, first);
+    }
+}
+
+/// What becomes of sums.
+struct Finish<'a, T> {
+    n: usize,
+    /// Of the rows of the left and of the right side.
+    scales: [&'a [f32]; 2],
+    bias: Option<&'a [T]>,
+    c: SharedSlice<'a, T>,
+}
+
+impl<T: Float<Acc = f32>> Finish<'_, T> {
+    /// The rows of c from `first` on: sums times both scales, plus the bias, rounded once.
+    fn rows(&self, call: &Call<'_>, sums: &[f32], first: usize) {
+        let n = self.n;
+        call.pieces(sums.len() / n, TASK / n, |start, end| {
             for i in start..end {
-                // SAFETY: the sums of a row were written above; each row of c is one task's.
-                let (sums, out) = unsafe {
-                    let sums = std::slice::from_raw_parts((sums as *const f32).add(i * n), n);
-                    (sums, c.part((first + i) * n, (first + i + 1) * n))
-                };
-                let scale = scales[0][first + i];
+                let row = first + i;
+                // SAFETY: each row is written by one task.
+                let out = unsafe { self.c.part(row * n, (row + 1) * n) };
+                let scale = self.scales[0][row];
+                let sums = &sums[i * n..(i + 1) * n];
                 for (j, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
-                    let bias = bias.map_or(0.0, |bias| bias[j].up());
-                    *out = T::down(sum * scale * scales[1][j] + bias);
+                    let bias = self.bias.map_or(0.0, |bias| bias[j].up());
+                    *out = T::down(sum * scale * self.scales[1][j] + bias);
                 }
             }
         });
