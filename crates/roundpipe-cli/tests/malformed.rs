@@ -484,6 +484,8 @@ fn settings(t: &mut Table) {
     t.settings(&["method=lora", "lora_dropout=1"], 2, &["dropout"]);
     t.settings(&["method=lora", "lora_alpha=-1"], 2, &["alpha"]);
     t.settings(&["state_dtype=f16"], 2, &["state_dtype"]);
+    t.settings(&["moments=4bit"], 2, &["moments", "8bit"]);
+    t.settings(&["state_dtype=bf16", "moments=8bit"], 2, &["moments"]);
     t.settings(&["devices=tpu"], 2, &["devices"]);
     t.settings(&["devices=cpu:0"], 2, &["devices"]);
     t.settings(&["devices=cpu:100000"], 2, &["devices"]);

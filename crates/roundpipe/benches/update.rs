@@ -71,8 +71,9 @@ impl Plain {
         let [master, first, second] = &self.state;
         let (mut master, mut first, mut second) = (all(master)?, all(first)?, all(second)?);
         let mut working = all(&self.working)?;
+        let grad = self.grad.read_all()?;
         let slabs = AdamSlabs {
-            grad: Floats::BF16(self.grad.read_all()?.as_slice()),
+            grad: Floats::BF16(grad.as_slice()),
             master: master.as_mut_slice(),
             exp_avg: first.as_mut_slice(),
             exp_avg_sq: second.as_mut_slice(),

@@ -376,7 +376,8 @@ mod tests {
                 let mut back = vec![f32::NAN; len];
                 dequantize(&threads, map, &codes, &scales, &mut back).unwrap();
                 for (i, (x, y)) in values.iter().zip(&back).enumerate() {
-                    let within = 0.12 * x.abs() + 3e-7 * scales[i / BLOCK] + f32::MIN_POSITIVE;
+                    // Half the distance of neighbours, which is largest near 0.
+                    let within = 0.45 * x.abs() + 1.5e-6 * scales[i / BLOCK] + f32::MIN_POSITIVE;
                     assert!((x - y).abs() <= within, "{map:?}, {size}: {x} is {y}");
                     assert!(*x != 0.0 || *y == 0.0);
                 }

@@ -330,14 +330,17 @@ impl SlabPass for SplitPass<'_> {
             if let Some(weights) = &mut weights {
                 s.store_bf16(s.load(master), &mut weights[block]);
             }
-            let mut has_tie = false;
+            let mut signs = 0;
             for i in 0..TIES {
                 let bits = master[i].to_bits();
                 low[i] = bits as u16;
                 // A tie with an even upper half, or a NaN: both are rare, and only they have a bit.
-                has_tie |= bits & 0x1_ffff == 0x8000 || bits & 0x7fff_ffff > 0x7f80_0000;
+                // Differences whose sign says so, not comparisons: those become vectors.
+                let no_tie = (bits & 0x1_ffff ^ 0x8000).wrapping_sub(1);
+                let no_nan = 0x7f80_0000u32.wrapping_sub(bits & 0x7fff_ffff);
+                signs |= no_tie | no_nan;
             }
-            if has_tie || *word != 0 {
+            if signs >> 31 == 1 || *word != 0 {
                 set_ties(master, word);
             }
         }

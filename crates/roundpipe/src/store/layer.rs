@@ -330,10 +330,9 @@ impl StoreLayer {
             // Two threads may both make one; the first wins, and nothing is written before.
             None => {
                 let made = Training::new(self)?;
-                let training = self.training.get_or_init(|| made);
-                // From now on a weight alone is no longer the whole value.
+                // Before anyone can update: then a weight alone is no longer the whole value.
                 self.overwritten.iter().for_each(|slab| slab.record());
-                Ok(training)
+                Ok(self.training.get_or_init(|| made))
             }
         }
     }
