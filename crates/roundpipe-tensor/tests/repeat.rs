@@ -168,10 +168,13 @@ fn a_second_run_has_the_same_bits_with_any_of_its_pieces_kept() {
     }
 }
 
+/// How a second run is watched, given what the one before did.
+type HowToWatch<'a> = dyn Fn(&Worker, &Arc<PassSteps>, &Block, &Tensor) -> Watch + 'a;
+
 /// Without anything kept, the last product is left out; with all of it kept, no product is left.
 #[test]
 fn what_is_left_out_is_not_computed() {
-    let flops = |watch: &dyn Fn(&Worker, &Arc<PassSteps>, &Block, &Tensor) -> Watch| {
+    let flops = |watch: &HowToWatch<'_>| {
         let meta = Meta::like(DeviceKind::Cpu);
         let worker = Worker::new(meta.clone(), Bytes::mib(64)).unwrap();
         let block = Block::new(DType::BF16);
