@@ -109,7 +109,8 @@ impl Table {
         };
         for sign in [0u32, 1 << 31] {
             for bin in 0..BINS as u32 {
-                let bits = sign | (LEAST_EXPONENT << 23) + (bin << (23 - BIN_BITS));
+                let magnitude = (LEAST_EXPONENT << 23) + (bin << (23 - BIN_BITS));
+                let bits = sign | magnitude;
                 let code = nearest(&table.values, f32::from_bits(bits));
                 table.first.push(code);
             }
@@ -175,7 +176,7 @@ fn dynamic_values(is_signed: bool) -> [f32; 256] {
 /// rounded once.
 fn bound(at: usize, parts: usize) -> f32 {
     let step = f64::from((1.0 - 0.1f32) / parts as f32);
-    let value = if at < (parts + 1) / 2 {
+    let value = if at < parts.div_ceil(2) {
         f64::from(0.1f32) + step * at as f64
     } else {
         1.0 - step * (parts - at) as f64
