@@ -109,7 +109,8 @@ impl Table {
         };
         for sign in [0u32, 1 << 31] {
             for bin in 0..BINS as u32 {
-                let bits = sign | ((LEAST_EXPONENT << 23) + (bin << (23 - BIN_BITS)));
+                let magnitude = (LEAST_EXPONENT << 23) + (bin << (23 - BIN_BITS));
+                let bits = sign | magnitude;
                 let code = nearest(&table.values, f32::from_bits(bits));
                 table.first.push(code);
             }

@@ -336,7 +336,7 @@ impl SlabPass for SplitPass<'_> {
                 low[i] = bits as u16;
                 // A tie with an even upper half, or a NaN: both are rare, and only they have a bit.
                 // Differences whose sign says so, not comparisons: those become vectors.
-                let no_tie = (bits & 0x1_ffff ^ 0x8000).wrapping_sub(1);
+                let no_tie = ((bits & 0x1_ffff) ^ 0x8000).wrapping_sub(1);
                 let no_nan = 0x7f80_0000u32.wrapping_sub(bits & 0x7fff_ffff);
                 signs |= no_tie | no_nan;
             }
