@@ -1,7 +1,8 @@
 //! CUDA kernels compile for every architecture we promise, without a GPU.
 //!
-//! Every variant is compiled for one architecture, in turn, and the first and last variant of every
-//! kernel for all of them; `ROUNDPIPE_KERNELS=all` compiles everything for all. Where NVRTC is
+//! Every variant is compiled for one architecture, in turn; the first of every kernel also for the
+//! oldest and for Hopper, the last for the newest. `ROUNDPIPE_KERNELS=all` compiles everything for all
+//! of them. Where NVRTC is
 //! missing, this is skipped and says so; set `ROUNDPIPE_NVRTC=required` to make that a failure.
 
 #[path = "support/skip.rs"]
@@ -34,10 +35,14 @@ fn jobs(units: &[Unit], all: bool) -> Vec<(usize, &'static str)> {
     let mut jobs = Vec::new();
     for (i, unit) in units.iter().enumerate() {
         let (first, last) = ends[&kernel(unit)];
-        match all || i == first || i == last {
-            true => jobs.extend(ARCHITECTURES.map(|arch| (i, arch))),
-            false => jobs.push((i, ARCHITECTURES[i % ARCHITECTURES.len()])),
-        }
+        let turn = ARCHITECTURES[i % ARCHITECTURES.len()];
+        let is_wanted = |arch: &&str| {
+            let is_first = i == first && matches!(*arch, "sm_80" | "sm_90");
+            let is_last = i == last && *arch == "sm_120";
+            all || *arch == turn || is_first || is_last
+        };
+        let wanted = ARCHITECTURES.into_iter().filter(is_wanted);
+        jobs.extend(wanted.map(|arch| (i, arch)));
     }
     jobs
 }
