@@ -1,9 +1,9 @@
 //! CUDA kernels compile for every architecture we promise, without a GPU.
 //!
 //! Every variant is compiled for one architecture, in turn; the first of every kernel also for the
-//! oldest and for Hopper, the last for the newest. `ROUNDPIPE_KERNELS=all` compiles everything for all
-//! of them. Where NVRTC is
-//! missing, this is skipped and says so; set `ROUNDPIPE_NVRTC=required` to make that a failure.
+//! oldest and for Hopper, the last for the newest. `ROUNDPIPE_KERNELS=all` compiles everything for
+//! all of them. Where NVRTC is missing, this is skipped and says so; set `ROUNDPIPE_NVRTC=required`
+//! to make that a failure.
 
 #[path = "support/skip.rs"]
 mod skip;
