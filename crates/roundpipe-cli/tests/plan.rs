@@ -306,7 +306,8 @@ fn schedules_are_compared_for_cards() {
 
 /// What a run on one H200 held to 24 GiB was, and what it took
 /// (benches/results/2026-11-15-h200-limits.md, -models.md and 2026-11-16-h200-engine-room.md). All of
-/// it was measured before results were kept for recomputes, so these runs keep none.
+/// it was measured before results were kept for recomputes, so these runs keep none; predictions for
+/// runs that keep some have not been compared with a card yet.
 struct Measured {
     settings: &'static str,
     tokens_per_s: f64,
