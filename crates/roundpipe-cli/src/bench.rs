@@ -27,6 +27,9 @@ use crate::{bounds, open};
 /// More would keep nothing but queues busy.
 const MOST_MICROBATCHES: usize = 1 << 16;
 
+/// Lines of the table of kernels.
+const MOST_KERNELS: usize = 60;
+
 /// Time training steps of a model, with random weights for a preset
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
@@ -87,11 +90,14 @@ pub struct BenchCmd {
     #[arg(long, value_parser = size)]
     host_memory: Option<Bytes>,
     /// Compute nothing: say how much GPU memory a step takes, without a GPU too
-    #[arg(long, conflicts_with_all = ["devices", "trace"], requires = "gpu_memory")]
+    #[arg(long, conflicts_with_all = ["devices", "trace", "kernels"], requires = "gpu_memory")]
     dry_run: bool,
     /// Write a trace of two more steps for Perfetto, and print how fast their copies were
     #[arg(long)]
     trace: Option<PathBuf>,
+    /// Time every kernel of two more steps, and print the longest by kind and sizes
+    #[arg(long)]
+    kernels: bool,
     #[command(flatten)]
     place: Place,
 }
@@ -170,6 +176,9 @@ impl BenchCmd {
                 "loss": round(loss, 4),
             }),
         )?;
+        if self.kernels {
+            self.time_kernels(&engine, model.config.vocab)?;
+        }
         // Last, so that a disk that takes no trace loses no figure.
         self.trace
             .as_ref()
@@ -426,6 +435,34 @@ impl BenchCmd {
             HostTensor::from_slice(&ids, &[rows, seq])
         };
         Ok(Inputs::new().named("ids", row(0)?).named("labels", row(1)?))
+    }
+
+    /// Runs two more steps with every kernel timed; prints milliseconds per step of the first worker.
+    fn time_kernels(&self, engine: &RoundPipe, vocab: usize) -> anyhow::Result<()> {
+        const STEPS: u64 = 2;
+        engine.synchronize()?;
+        let worker = &engine.ring().workers()[0];
+        worker.time_kernels(true);
+        for step in 0..STEPS {
+            self.step(engine, vocab, self.warm_up + self.steps + step)?;
+        }
+        engine.synchronize()?;
+        worker.time_kernels(false);
+        let times = worker.kernel_times();
+        let all: u64 = times.iter().map(|time| time.ns).sum();
+        let ms = |ns: u64| ns as f64 / 1e6 / STEPS as f64;
+        let mut out = std::io::stderr();
+        writeln!(out, "kernels of a step: {:.2} ms", ms(all))?;
+        for time in times.iter().take(MOST_KERNELS) {
+            let (share, launches) = (100.0 * time.ns as f64 / all as f64, time.launches / STEPS);
+            let what = &time.what;
+            writeln!(
+                out,
+                "{:9.2} ms {share:5.1}% {launches:6} x {what}",
+                ms(time.ns)
+            )?;
+        }
+        Ok(())
     }
 
     fn trace(&self, engine: &RoundPipe, vocab: usize, path: &Path) -> anyhow::Result<()> {

@@ -45,6 +45,8 @@ mod work;
 
 pub mod device;
 
+pub mod kernel_times;
+
 pub mod pool;
 
 pub mod tensor;
@@ -80,6 +82,7 @@ pub use fp8::Fp8;
 pub use half::{bf16, f16};
 pub use host::{HostBuf, HostMut, HostRef, Pin};
 pub use host_tensor::{Hits, HostTensor};
+pub use kernel_times::KernelTime;
 pub use meta::Meta;
 pub use param::{Keeper, Param, ParamId};
 pub use pins::Pins;

@@ -36,6 +36,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::bytes::Bytes;
 use crate::device::{Arena, Device, Event, LaneKind};
 use crate::error::{Error, Result};
+use crate::kernel_times::KernelTimes;
 use crate::sync::{Mutex, MutexGuard, unpoisoned};
 
 /// Blocks start at multiples of this many bytes.
@@ -48,6 +49,7 @@ pub struct Pool {
     state: Mutex<PoolState>,
     /// Launches and reads of values that no watch has seen ([`crate::repeat`]).
     unseen: AtomicU64,
+    times: KernelTimes,
 }
 
 /// The two ends of an arena.
@@ -131,6 +133,7 @@ impl Pool {
             arena,
             state: Mutex::new(PoolState::default()),
             unseen: AtomicU64::new(0),
+            times: KernelTimes::default(),
         }))
     }
 
@@ -143,6 +146,11 @@ impl Pool {
     /// Uses of values so far that no watch has seen.
     pub(crate) fn unseen(&self) -> u64 {
         self.unseen.load(Ordering::Relaxed)
+    }
+
+    /// Times of the worker's kernels.
+    pub(crate) fn kernel_times(&self) -> &KernelTimes {
+        &self.times
     }
 
     /// The worker whose memory this is.

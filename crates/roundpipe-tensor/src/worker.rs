@@ -11,6 +11,7 @@ use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::host::HostBuf;
 use crate::kernel::{Kernel, View};
+use crate::kernel_times::{self, KernelTime};
 use crate::pool::{Block, Pool, PoolUse};
 use crate::repeat::{ActiveWatch, Watch, Watched};
 use crate::shape::{Layout, Shape};
@@ -242,19 +243,26 @@ impl Worker {
             held.extend(scratch.clone());
         }
         let lane = self.device().lane(LaneKind::Compute);
+        let scratch = scratch.as_ref().map(Tensor::view);
+        let faults = self.faults.as_deref();
         // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool
         // in the host order of this same lane, so the memory stays theirs until the kernel has run;
         // the caller checked shapes and types and owns the destinations.
-        unsafe {
-            ops.launch(
-                lane,
-                kernel,
-                &src,
-                &dst,
-                scratch.as_ref().map(Tensor::view),
-                self.faults.as_deref(),
-            )
-        }
+        let launch = || unsafe { ops.launch(lane, kernel, &src, &dst, scratch, faults) };
+        let what = || kernel_times::describe(kernel, &src, &dst);
+        self.pool.kernel_times().around(lane, what, launch)
+    }
+
+    /// Starts or ends timing every kernel of this worker, by all who launch on it. Timing slows the
+    /// lane down a little; starting forgets earlier times.
+    pub fn time_kernels(&self, is_on: bool) {
+        self.pool.kernel_times().set(is_on);
+    }
+
+    /// What kernels took between [`Worker::time_kernels`] and now, the longest first; those that have
+    /// not ended are left out.
+    pub fn kernel_times(&self) -> Vec<KernelTime> {
+        self.pool.kernel_times().report()
     }
 
     pub(crate) fn check_home(&self, op: &'static str, tensor: &Tensor) -> Result<()> {
