@@ -1,7 +1,8 @@
 //! CUDA kernels compile for every architecture we promise, without a GPU.
 //!
 //! Every variant is compiled for one architecture, in turn; the first of every kernel also for the
-//! oldest and for Hopper, the last for the newest. `ROUNDPIPE_KERNELS=all` compiles everything for
+//! oldest and for Hopper, the last for the newest. Kernels with Hopper's own instructions are compiled
+//! for Hopper alone. `ROUNDPIPE_KERNELS=all` compiles everything for
 //! all of them. Where NVRTC is missing, this is skipped and says so; set `ROUNDPIPE_NVRTC=required`
 //! to make that a failure.
 
@@ -34,6 +35,10 @@ fn jobs(units: &[Unit], all: bool) -> Vec<(usize, &'static str)> {
     }
     let mut jobs = Vec::new();
     for (i, unit) in units.iter().enumerate() {
+        if unit.is_for_hopper() {
+            jobs.push((i, "sm_90a"));
+            continue;
+        }
         let (first, last) = ends[&kernel(unit)];
         let turn = ARCHITECTURES[i % ARCHITECTURES.len()];
         let is_wanted = |arch: &&str| {

@@ -35,6 +35,8 @@ pub struct Unit {
     text: &'static str,
     entry: &'static str,
     defines: Defines,
+    /// Whether it uses instructions that only Hopper has.
+    for_hopper: bool,
 }
 
 /// Lines `NAME value`, in the order of definition, in place: units are made for every launch.
@@ -126,7 +128,21 @@ impl Unit {
                 bytes: [0; Defines::ROOM],
                 length: 0,
             },
+            for_hopper: false,
         }
+    }
+
+    /// The kernel uses instructions that Hopper alone has: it is compiled for `sm_90a` and runs on no
+    /// other card.
+    #[must_use]
+    pub fn for_hopper(mut self) -> Self {
+        self.for_hopper = true;
+        self
+    }
+
+    /// Whether [`Unit::for_hopper`] was said.
+    pub fn is_for_hopper(&self) -> bool {
+        self.for_hopper
     }
 
     /// Defines a macro.
@@ -240,10 +256,11 @@ impl Hasher for Quick {
 pub fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
     let nvrtc = library::nvrtc()?;
     let source = unit.source();
-    let arch = format!(
-        "sm_{}",
-        nvrtc.target((capability.0 * 10 + capability.1).unsigned_abs())?
-    );
+    let target = nvrtc.target((capability.0 * 10 + capability.1).unsigned_abs())?;
+    let arch = match unit.for_hopper {
+        true => format!("sm_{target}a"),
+        false => format!("sm_{target}"),
+    };
     let sum = hash([&source, &arch, nvrtc.identity()].map(|part| part.as_bytes()));
     let name = format!("{}-{arch}-{sum:032x}.cubin", unit.entry);
     let path = folder().map(|folder| folder.join(&name));
@@ -298,6 +315,7 @@ pub fn check(unit: &Unit, arch: &str) -> Result<usize> {
     let nvrtc = library::nvrtc()?;
     if let Some(card) = arch
         .strip_prefix("sm_")
+        .map(|number| number.trim_end_matches('a'))
         .and_then(|number| number.parse().ok())
     {
         nvrtc.target(card)?;

@@ -18,6 +18,7 @@
 
 mod fp8;
 mod grouped;
+mod hopper;
 mod lt;
 mod tune;
 

@@ -2,9 +2,9 @@
 
 use roundpipe_tensor::kernel::Glu;
 use roundpipe_tensor::ops::{Experts, MoeOptions, RouteWeights};
-use roundpipe_tensor::{Cx, DType, Result, Tensor};
+use roundpipe_tensor::{Cx, DType, Result, Tensor, bf16};
 
-use crate::bed::{Lie, Strict, check, check_with, fixed, randn, values, worker};
+use crate::bed::{self, Lie, Strict, check, check_with, fixed, randn, upload, values, worker};
 use crate::golden;
 
 const QWEN: MoeOptions = MoeOptions {
@@ -126,6 +126,67 @@ fn grouped_linear_and_its_gradients() {
         check(&name, &one, |cx, x| {
             Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[2], None)?])
         });
+    }
+}
+
+/// Sizes of several tiles, the last of them not whole: groups without rows, with fewer and with more
+/// than a tile's, rows of no group, and matrices that lie either way.
+#[test]
+fn grouped_products_of_several_tiles() {
+    let offsets = |all: &[i64]| fixed(DType::I32, all, &[all.len()]);
+    let strict = Strict {
+        differences: false,
+        dtypes: &[DType::BF16, DType::F16],
+        ..Strict::default()
+    };
+    for (rows, depth, cols, bounds) in [
+        (333, 200, 264, &[0, 0, 130, 330][..]),
+        (150, 64, 40, &[0, 1, 149, 149]),
+        (90, 328, 128, &[0, 90, 90, 90]),
+        (257, 72, 520, &[0, 64, 193, 257]),
+    ] {
+        for lie in [Lie::Dense, Lie::Transposed] {
+            let name = format!("{rows} x {depth} x {cols}, {bounds:?}, {lie:?}");
+            let small = |x: f64| x / 8.0;
+            let inputs = [
+                randn(1, &[rows, depth]),
+                randn(2, &[3, cols, depth]).map(small).lying(lie),
+                offsets(bounds),
+            ];
+            check_with(&name, &inputs, strict, |cx, x| {
+                Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[2], None)?])
+            });
+        }
+    }
+}
+
+/// A row's product depends on nothing but the row and its matrix: not on the other rows, on its
+/// place among them, or on the groups around it.
+#[test]
+fn a_row_of_a_group_is_itself() {
+    let Some((worker, _turn)) = bed::gpu_alone() else {
+        return;
+    };
+    let (depth, cols) = (264, 320);
+    let mut cx = Cx::infer(worker);
+    let weights = bed::noise(5, 2 * cols * depth);
+    let w = upload(&mut cx, &weights, &[2, cols, depth], DType::BF16).unwrap();
+    let row = bed::noise(6, depth);
+    let mut product = |before: usize, after: usize| {
+        let rows = before + 1 + after;
+        let mut x = bed::noise(7, rows * depth);
+        x[before * depth..][..depth].copy_from_slice(&row);
+        let x = upload(&mut cx, &x, &[rows, depth], DType::BF16).unwrap();
+        let bounds = cx
+            .tensor(&[0, (before / 2) as i32, rows as i32], &[3])
+            .unwrap();
+        let y = cx.grouped_linear(&x, &w, &bounds, None).unwrap();
+        let all = y.to_vec::<bf16>().unwrap();
+        all[before * cols..][..cols].to_vec()
+    };
+    let alone = product(0, 0);
+    for (before, after) in [(2, 0), (127, 3), (200, 300), (513, 1)] {
+        assert_eq!(product(before, after), alone, "{before} before, {after} after");
     }
 }
 

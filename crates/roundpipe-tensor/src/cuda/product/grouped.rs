@@ -1,6 +1,7 @@
 //! Products of groups of rows whose bounds are in device memory only.
 //!
-//! 16-bit types go through tensor cores, wide ones through the plain tile. The host does not know
+//! 16-bit types go through tensor cores, on Hopper by its own instructions (`hopper.rs`); wide ones
+//! through the plain tile. The host does not know
 //! the groups: the grid has room for as many tiles as any bounds can need, and a block without a
 //! tile ends at once. Bounds that do not ascend from 0 within the rows raise the alarm; what they
 //! ask for is cut to what exists.
@@ -10,6 +11,8 @@ use crate::cuda::compile::Unit;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::View;
+
+use super::hopper;
 
 const PLAIN_TEXT: &str = concat!(
     include_str!("../kernels/product_tile.cuh"),
@@ -53,6 +56,7 @@ pub(super) fn units() -> Vec<Unit> {
             units.push(made("grouped_grad_mma"));
         }
     }
+    units.extend(hopper::units());
     units
 }
 
@@ -114,6 +118,10 @@ pub(super) unsafe fn forward(call: &Call<'_>) -> Result<()> {
     let (t, k, n, e) = (rows_of(call, x)?, x.shape()[1], y.shape()[1], w.shape()[0]);
     if y.numel() == 0 {
         return Ok(());
+    }
+    if let Some(plan) = hopper::GroupedPlan::of(call.gpu.capability, x, w) {
+        // SAFETY: the launch contract; the plan is of these operands.
+        return unsafe { hopper::forward(call, plan) };
     }
     let (sx, sw) = (strides(x), strides(w));
     let side = if is_narrow(x.dtype) {

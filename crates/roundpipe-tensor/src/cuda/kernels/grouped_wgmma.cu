@@ -1,0 +1,279 @@
+// Products of groups of rows of 16-bit floats on Hopper: y[rows of g] = x[rows of g] w[g], sums in float. Rows past the
+// last offset become 0. The tensor cores read tiles of shared memory (wgmma) that the copy engine fills (TMA).
+//
+// A block stays on its processor and takes every gridDim.x-th tile of 128 rows of a group and BN columns. Its third
+// warpgroup orders copies, STAGES steps of 64 of the depth ahead; the first two multiply, 64 rows each. Two barriers per
+// stage: `full` (the copies have landed) and `empty` (both warpgroups have read it). They go round over all tiles of the
+// block, so the next tile's copies are on their way while this one is written.
+// Rows of a tile past its group are rows of the next group, or 0 past the last row: every row of a product depends
+// on its own row alone, and those are not written. Tiles of one matrix and the same columns are neighbours, so
+// that blocks which run together read the same part of w.
+// A row's sums run over the depth in order, 16 at a time; they depend on nothing but the row and the matrix.
+// Macros: OUT of the result (O), HALF (1: f16, 0: bf16), BN (64, 128 or 256), STAGES, RIGHT_BY_DEPTH (1: lines of w
+// are along the depth). The groups' text comes before this one.
+
+typedef OUT O;
+
+#define BM 128
+#define BK 64
+// Bytes of a stage: left rows and right rows (or columns) of 64 elements.
+#define LEFT_BYTES (BM * BK * 2)
+#define RIGHT_BYTES (BN * BK * 2)
+#define STAGE_BYTES (LEFT_BYTES + RIGHT_BYTES)
+
+// A description of a tensor for the copy engine, made by the driver.
+struct __align__(64) TensorMap { u64 words[16]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
+}
+// One arrival that also waits for so many bytes of copies.
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+}
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+    asm volatile("{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}" :: "r"(bar), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, u32 bar, int inner, int outer) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+        :: "r"(to), "l"(map), "r"(bar), "r"(inner), "r"(outer) : "memory");
+}
+__device__ __forceinline__ void copy_matrix(u32 to, const TensorMap* map, u32 bar, int inner, int outer, int group) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+        :: "r"(to), "l"(map), "r"(bar), "r"(inner), "r"(outer), "r"(group) : "memory");
+}
+
+// How the tensor cores find a tile: address, bytes between its columns of blocks (for lines across the depth), bytes
+// between blocks of 8 lines; all in units of 16. Lines have 128 bytes, whose 16-byte pieces are swizzled.
+__device__ __forceinline__ u64 describe(u32 address, u32 leading, u32 stride) {
+    return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+#if HALF
+#define KIND "f32.f16.f16"
+#else
+#define KIND "f32.bf16.bf16"
+#endif
+#if RIGHT_BY_DEPTH
+#define TURNED "0"
+#else
+#define TURNED "1"
+#endif
+#define P0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define P1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define P2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define P3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define P4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define P5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define P6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define P7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+#define F64(i) F16(i), F16(i + 16), F16(i + 32), F16(i + 48)
+
+// d = a b, or d += a b: 64 rows, BN columns, depth 16.
+#define MULTIPLY(WIDE, LIST, A, B, ADD, ...) \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADD ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" WIDE "k16." KIND " {" LIST "}, " A ", " B ", adds, 1, 1, 0, " TURNED ";\n}" \
+        : __VA_ARGS__ : "l"(a), "l"(b), "r"(add))
+__device__ __forceinline__ void multiply(float (&d)[BN / 2], u64 a, u64 b, int add) {
+#if BN == 256
+    MULTIPLY("256", P0 "," P1 "," P2 "," P3 "," P4 "," P5 "," P6 "," P7, "%128", "%129", "%130", F64(0), F64(64));
+#elif BN == 128
+    MULTIPLY("128", P0 "," P1 "," P2 "," P3, "%64", "%65", "%66", F64(0));
+#else
+    MULTIPLY("64", P0 "," P1, "%32", "%33", "%34", F16(0), F16(16));
+#endif
+}
+
+// A tile of a product; no rows: there is none.
+struct Work { int group, row, rows, col; };
+
+// Tile number `tile` when every group is cut into tiles of BM rows times `across` tiles of columns, rows first.
+__device__ __forceinline__ Work find_work(const int* offsets, int e, int t, int tile, int across) {
+    int lane = threadIdx.x & 31, before = 0;
+    for (int base = 0; base <= e; base += 32) {
+        int group = base + lane, from = 0, to = 0;
+        if (group <= e) { from = bound_of(offsets, e, t, group); to = bound_of(offsets, e, t, group + 1); }
+        int down = to > from ? (to - from + BM - 1) / BM : 0, tiles = down * across, sum = tiles;
+        for (int step = 1; step < 32; step <<= 1) {
+            int other = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += other;
+        }
+        int mine = tile - before - (sum - tiles);
+        u32 hit = __ballot_sync(0xffffffffu, mine >= 0 && mine < tiles);
+        if (hit) {
+            int who = __ffs((int)hit) - 1;
+            int row = down > 0 ? from + mine % down * BM : 0, col = down > 0 ? mine / down * BN : 0;
+            Work work;
+            work.group = __shfl_sync(0xffffffffu, group, who);
+            work.row = __shfl_sync(0xffffffffu, row, who);
+            work.col = __shfl_sync(0xffffffffu, col, who);
+            int left = __shfl_sync(0xffffffffu, to, who) - work.row;
+            work.rows = left < BM ? left : BM;
+            return work;
+        }
+        before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    Work none = { 0, 0, 0, 0 };
+    return none;
+}
+
+// Two results of neighbouring columns.
+__device__ __forceinline__ void put_pair(float* p, float x, float y) { p[0] = x; p[1] = y; }
+__device__ __forceinline__ void put_pair(bf16* p, float x, float y) { *(u32*)p = bf16_pair(x, y); }
+__device__ __forceinline__ void put_pair(f16* p, float x, float y) { *(u32*)p = f16_pair(x, y); }
+__device__ __forceinline__ u32 narrow_pair(const bf16*, float x, float y) { return bf16_pair(x, y); }
+__device__ __forceinline__ u32 narrow_pair(const f16*, float x, float y) { return f16_pair(x, y); }
+__device__ __forceinline__ u32 narrow_pair(const float*, float, float) { return 0; }
+
+// Four lanes hold a pair each of four neighbouring blocks of 8 columns; afterwards lane i holds all of block i.
+__device__ __forceinline__ void exchange(u32 (&v)[4]) {
+    int lane = threadIdx.x & 3;
+    #pragma unroll
+    for (int step = 1; step < 4; step <<= 1) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & step) continue;
+            // The half that belongs to the other lane goes there.
+            u32 give = lane & step ? v[i] : v[i | step];
+            u32 take = __shfl_xor_sync(0xffffffffu, give, step);
+            if (lane & step) v[i] = take; else v[i | step] = take;
+        }
+    }
+}
+
+// Writes what the calling thread holds of 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16.
+__device__ __forceinline__ void store(float (&d)[BN / 2], O* y, i64 n, int row, int rows, int col, bool whole) {
+    int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int r = first + half * 8;
+        O* line = y + (i64)(row + r) * n + col;
+        if (sizeof(O) == 2 && whole) {
+            #pragma unroll
+            for (int j = 0; j < BN / 8; j += 4) {
+                u32 v[4];
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) v[i] = narrow_pair(y, d[(j + i) * 4 + half * 2], d[(j + i) * 4 + half * 2 + 1]);
+                exchange(v);
+                int c = (j + lane % 4) * 8;
+                if (r < rows && col + c < n) *(uint4*)(line + c) = make_uint4(v[0], v[1], v[2], v[3]);
+            }
+        } else if (r < rows) {
+            #pragma unroll
+            for (int j = 0; j < BN / 8; ++j) {
+                int c = j * 8 + lane % 4 * 2;
+                float x = d[j * 4 + half * 2], z = d[j * 4 + half * 2 + 1];
+                if (col + c < n) put(line[c], x);
+                if (col + c + 1 < n) put(line[c + 1], z);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const int* offsets, O* y, int t, int e,
+              int k, i64 n, int whole, u32* alarm, u32 code) {
+    extern __shared__ u8 raw[];
+    __shared__ u64 barriers[2 * STAGES];
+    check_offsets(offsets, e, t, alarm, code);
+    u32 tiles = shared_address(raw) + 1023 & ~1023u, full = shared_address(barriers), empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) { barrier_init(full + 8 * i, 1); barrier_init(empty + 8 * i, 2); }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    int across = (int)((n + BN - 1) / BN), steps = (k + BK - 1) / BK;
+    int warpgroup = threadIdx.x / 128;
+    if (warpgroup == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x >= 2 * 128 + 32) return;
+        int stage = 0;
+        u32 parity = 1;
+        for (int tile = blockIdx.x;; tile += gridDim.x) {
+            Work work = find_work(offsets, e, t, tile, across);
+            if (work.rows == 0 || work.group == e) {
+                if (work.rows == 0) return;
+                continue;
+            }
+            if ((threadIdx.x & 31) != 0) continue;
+            for (int step = 0; step < steps; ++step) {
+                u32 bar = full + 8 * stage, left = tiles + stage * STAGE_BYTES, right = left + LEFT_BYTES;
+                barrier_wait(empty + 8 * stage, parity);
+                barrier_expect(bar, STAGE_BYTES);
+                copy_rows(left, &x, bar, step * BK, work.row);
+#if RIGHT_BY_DEPTH
+                copy_matrix(right, &w, bar, step * BK, work.col, work.group);
+#else
+                #pragma unroll
+                for (int c = 0; c < BN; c += 64)
+                    copy_matrix(right + c * BK * 2, &w, bar, work.col + c, step * BK, work.group);
+#endif
+                if (++stage == STAGES) { stage = 0; parity ^= 1; }
+            }
+        }
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    int stage = 0;
+    u32 parity = 0;
+    float d[BN / 2];
+    for (int tile = blockIdx.x;; tile += gridDim.x) {
+        Work work = find_work(offsets, e, t, tile, across);
+        if (work.rows == 0) return;
+        int count = work.group < e ? steps : 0, rows = work.rows - warpgroup * 64;
+        if (rows <= 0) {
+            // Nothing to multiply here; the stages are the other warpgroup's alone.
+            for (int step = 0; step < count; ++step) {
+                barrier_wait(full + 8 * stage, parity);
+                if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
+                if (++stage == STAGES) { stage = 0; parity ^= 1; }
+            }
+            continue;
+        }
+        #pragma unroll
+        for (int i = 0; i < BN / 2; ++i) d[i] = 0.0f;
+        for (int step = 0; step < count; ++step) {
+            barrier_wait(full + 8 * stage, parity);
+            u32 left = tiles + stage * STAGE_BYTES + warpgroup * 64 * BK * 2;
+            u32 right = tiles + stage * STAGE_BYTES + LEFT_BYTES;
+            products_begin();
+            #pragma unroll
+            for (int i = 0; i < BK / 16; ++i) {
+                u64 a = describe(left + i * 32, 16, 1024);
+#if RIGHT_BY_DEPTH
+                u64 b = describe(right + i * 32, 16, 1024);
+#else
+                u64 b = describe(right + i * 2048, 64 * BK * 2, 1024);
+#endif
+                multiply(d, a, b, 1);
+            }
+            products_commit();
+            // The step before has ended when at most one is under way: its stage may be filled again.
+            products_wait<1>();
+            if (step > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+            if (++stage == STAGES) { stage = 0; parity ^= 1; }
+        }
+        products_wait<0>();
+        if (count > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+        store(d, y, n, work.row + warpgroup * 64, rows, work.col, whole != 0);
+    }
+}

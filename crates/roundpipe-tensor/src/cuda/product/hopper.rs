@@ -1,0 +1,232 @@
+//! Products of groups of rows by Hopper's own instructions: tiles that the copy engine brings
+//! (TMA) and the tensor cores read from shared memory (wgmma).
+//!
+//! [`GroupedPlan::of`] says whether a product can go this way, by its types, widths and strides
+//! alone, never by the number of rows: the sums differ in their last bits from those of the kernel
+//! for all cards, and a row's result must not depend on how many rows there are.
+//!
+//! # Invariants
+//! - Every address and stride that the copy engine gets is a multiple of 16 bytes.
+//! - What the copy engine reads past the end of a tensor is 0, so no width need be a multiple of a
+//!   tile's.
+
+use cudarc::driver::sys;
+
+use crate::cuda::call::{Args, Call, c_type};
+use crate::cuda::compile::Unit;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernel::View;
+
+const TEXT: &str = concat!(
+    include_str!("../kernels/groups.cuh"),
+    include_str!("../kernels/grouped_wgmma.cu")
+);
+
+/// Rows of a tile, and steps of the depth in one stage.
+const TILE_ROWS: usize = 128;
+const TILE_DEPTH: usize = 64;
+/// Elements of a line in shared memory: 128 bytes, the widest that is swizzled.
+const LINE: usize = 64;
+/// Shared memory of a block that tiles may take; 228 KiB less what the driver and barriers take.
+const TILE_BYTES: usize = 224 << 10;
+
+/// How a product is cut.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct GroupedPlan {
+    /// Columns of a tile.
+    cols: usize,
+    /// Whether lines of the matrices are along the depth.
+    by_depth: bool,
+}
+
+impl GroupedPlan {
+    /// `None` where the kernel for all cards must do it: x [t, k] times w [e, k, n].
+    pub(super) fn of(capability: (i32, i32), x: &View, w: &View) -> Option<Self> {
+        let is_narrow = matches!(x.dtype, DType::BF16 | DType::F16);
+        if capability != (9, 0) || !is_narrow {
+            return None;
+        }
+        let (k, n) = (w.shape()[1], w.shape()[2]);
+        let fits = |size: usize| i32::try_from(size).is_ok();
+        if k == 0 || !fits(k) || !fits(n) {
+            return None;
+        }
+        let (sx, sw) = (x.layout.strides(), w.layout.strides());
+        let by_depth = sw[1] == 1;
+        let line = match (by_depth, sw[2] == 1) {
+            (true, _) => sw[2],
+            (false, true) => sw[1],
+            (false, false) => return None,
+        };
+        let is_even = |view: &View, strides: &[isize]| {
+            let steps = strides.iter().all(|stride| *stride > 0 && stride % 8 == 0);
+            steps && view.ptr.is_multiple_of(16)
+        };
+        if sx[1] != 1 || !is_even(x, &sx[..1]) || !is_even(w, &[line, sw[0]]) {
+            return None;
+        }
+        let cols = match n {
+            0..=64 => 64,
+            65..=128 => 128,
+            _ => 256,
+        };
+        Some(Self { cols, by_depth })
+    }
+
+    fn stage_bytes(&self) -> usize {
+        (TILE_ROWS + self.cols) * TILE_DEPTH * 2
+    }
+
+    fn stages(&self) -> usize {
+        // Room for the first tile to begin at a multiple of 1024 bytes.
+        ((TILE_BYTES - 1024) / self.stage_bytes()).min(8)
+    }
+
+    fn unit(&self, src: DType, dst: DType) -> Unit {
+        Unit::new("grouped_wgmma", TEXT, "grouped_wgmma")
+            .with("OUT", c_type(dst))
+            .with("HALF", u8::from(src == DType::F16))
+            .with("BN", self.cols)
+            .with("STAGES", self.stages())
+            .with("RIGHT_BY_DEPTH", u8::from(self.by_depth))
+            .for_hopper()
+    }
+}
+
+pub(super) fn units() -> Vec<Unit> {
+    let mut units = Vec::new();
+    for cols in [64, 128, 256] {
+        for by_depth in [false, true] {
+            let plan = GroupedPlan { cols, by_depth };
+            let types = [DType::BF16, DType::F16];
+            units.extend(types.map(|dtype| plan.unit(dtype, dtype)));
+        }
+    }
+    units
+}
+
+/// # Safety
+/// As [`Ops::launch`](crate::device::Ops::launch); `plan` is of these operands.
+pub(super) unsafe fn forward(call: &Call<'_>, plan: GroupedPlan) -> Result<()> {
+    let (x, w, offsets, y) = (call.src(0), call.src(1), call.src(2), call.dst(0));
+    let (t, k, n, e) = (x.shape()[0], x.shape()[1], y.shape()[1], w.shape()[0]);
+    let rows_map = TensorMap::new(
+        call,
+        x,
+        &[k, t],
+        &[x.layout.strides()[0]],
+        &[LINE, TILE_ROWS],
+    )?;
+    let sw = w.layout.strides();
+    let matrix_map = match plan.by_depth {
+        true => TensorMap::new(
+            call,
+            w,
+            &[k, n, e],
+            &[sw[2], sw[0]],
+            &[LINE, plan.cols, 1],
+        )?,
+        false => TensorMap::new(
+            call,
+            w,
+            &[n, k, e],
+            &[sw[1], sw[0]],
+            &[LINE, TILE_DEPTH, 1],
+        )?,
+    };
+    let whole = y.ptr.is_multiple_of(16) && n.is_multiple_of(8);
+    let tiles = (t / TILE_ROWS + e + 1).saturating_mul(n.div_ceil(plan.cols));
+    let grid = [super::fit(call, tiles.min(call.gpu.processors()?))?, 1, 1];
+    let args = Args::new().words(&rows_map.0).words(&matrix_map.0);
+    let args = args.ptr(offsets.ptr).ptr(y.ptr).i32(t as i32).i32(e as i32);
+    let args = args.i32(k as i32).size(n).i32(i32::from(whole));
+    let (alarm, code) = (call.alarm.device, call.alarm.code(call.kernel.name()));
+    let shared = (plan.stages() * plan.stage_bytes() + 1024) as u32;
+    let unit = plan.unit(x.dtype, y.dtype);
+    // SAFETY: the arguments are the kernel's; the maps say how far the operands reach; blocks write
+    // their own tiles.
+    unsafe {
+        call.launch(
+            &unit,
+            grid,
+            [384, 1, 1],
+            shared,
+            &mut args.ptr(alarm).u32(code),
+        )
+    }
+}
+
+/// A tensor as the copy engine sees it.
+struct TensorMap([u64; 16]);
+
+impl TensorMap {
+    /// Of 16-bit elements: sizes from the innermost dimension, strides of the others in elements,
+    /// and the box that one copy brings.
+    fn new(
+        call: &Call<'_>,
+        view: &View,
+        dims: &[usize],
+        strides: &[isize],
+        sides: &[usize],
+    ) -> Result<Self> {
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        let rank = dims.len();
+        let (mut sizes, mut bytes, mut boxes) = ([1u64; 3], [0u64; 2], [1u32; 3]);
+        for i in 0..rank {
+            (sizes[i], boxes[i]) = (dims[i] as u64, sides[i] as u32);
+        }
+        for i in 0..rank - 1 {
+            bytes[i] = strides[i] as u64 * 2;
+        }
+        let steps = [1u32; 3];
+        let kind = match view.dtype {
+            DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        };
+        // SAFETY: the map has room, and the lists have as many entries as the rank asks for; the
+        // address is only written down.
+        let made = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &raw mut map,
+                kind,
+                rank as u32,
+                view.ptr as *mut _,
+                sizes.as_ptr(),
+                bytes.as_ptr(),
+                boxes.as_ptr(),
+                steps.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        made.result().map_err(|error| {
+            Error::invalid(
+                call.kernel.name(),
+                format!("the driver describes no tensor of {dims:?}: {error}"),
+            )
+        })?;
+        Ok(Self(map.opaque))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{GroupedPlan, TILE_BYTES};
+
+    /// A block's stages fit its shared memory, and there are enough to keep copies ahead.
+    #[test]
+    fn stages_fit() {
+        for cols in [64, 128, 256] {
+            let plan = GroupedPlan {
+                cols,
+                by_depth: true,
+            };
+            assert!(plan.stages() >= 4, "{cols} columns");
+            let bytes = plan.stages() * plan.stage_bytes() + 1024;
+            assert!(bytes <= TILE_BYTES, "{cols} columns: {bytes} bytes");
+        }
+    }
+}
