@@ -6,7 +6,7 @@
 CASE is any of
   saving0, saving1   Qwen3-1.7B's shape, full, 16 rows of 4096 tokens, at lag 0 and 1: with a save every
            20 steps and without
-  packed   Qwen3-0.6B's shape: rows of mixed lengths (mean 700) and full rows, tokens per second
+  packed   Qwen3-1.7B's shape: rows of mixed lengths (mean 700) and full rows, tokens per second and by FLOPs
   kill     Qwen3-0.6B's shape, 100 steps, a save every 20, watched: killed, resumed, and not killed
 Weights are random and tokens are bytes, in a vocabulary of Qwen3's size. One JSON line per run;
 needs nothing but Python. `--gpu-memory` is 24GiB.
@@ -112,14 +112,25 @@ def saving1(bin, work):
     saving(bin, work, "1")
 
 
+def flops_per_token(path):
+    """Of Qwen3-1.7B, forward and backward: products, and attention to the tokens before in a document."""
+    lengths = [len(json.loads(line)["text"]) for line in open(path)]
+    context = sum(n * n for n in lengths) / 2 / sum(lengths)
+    return 6 * 1.7206e9 + 12 * 28 * 16 * 128 * context
+
+
 def packed(bin, work):
+    rates = {}
     for name in ("mixed", "full"):
-        run = work / f"packed-{name}"
-        train(bin, work, run, "qwen3-0.6b", work / f"{name}.jsonl", ["steps=24", "save_every=100000"])
+        run, data = work / f"packed-{name}", work / f"{name}.jsonl"
+        train(bin, work, run, "qwen3-1.7b", data, ["steps=16", "save_every=100000"])
         found, _ = steps(run)
-        told("packed", rows=name, tokens_per_s=round(between(found, 6, 23), 1), limit_share=round(found[23]["limit_share"], 3),
+        rate = between(found, 6, 15)
+        rates[name] = rate * flops_per_token(data)
+        told("packed", rows=name, tokens_per_s=round(rate, 1), limit_share=round(found[15]["limit_share"], 3),
              fill=round(sum(found[s]["tokens"] for s in found) / (len(found) * 16 * 4096), 4))
         subprocess.run(["rm", "-rf", str(run)], check=True)
+    told("packed", ratio_by_flops=round(rates["mixed"] / rates["full"], 4), goal=0.95)
 
 
 def kill(bin, work):

@@ -1,7 +1,9 @@
 //! `roundpipe bench`: how fast a model trains here, in tokens per second, and in how much memory.
 //!
 //! The last line is JSON. Times are means over all measured steps with everything under way ended
-//! at the end, so that nothing is counted before it is done.
+//! at the end, so that nothing is counted before it is done. At lag 1 that counts one update which
+//! runs beside nothing, as at the end of a run; `steady_tokens_per_s` is the rate from the first
+//! measured loss to the last, which a long run has.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,7 +12,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
-use roundpipe::optim::AdamW;
+use roundpipe::optim::{AdamW, MomentType};
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
     Bytes, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag, LossReduction, Meta,
@@ -19,7 +21,7 @@ use roundpipe::{
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
 
-use roundpipe_train::machine::{self, processors, product_rate};
+use roundpipe_train::machine::{self, StateTypes, processors, product_rate};
 
 use crate::place::{Place, size};
 use crate::{bounds, open};
@@ -72,6 +74,9 @@ pub struct BenchCmd {
     /// Frozen weights in 4 or 8 bits, for --mode lora
     #[arg(long, value_enum)]
     quantize: Option<open::QuantizeArg>,
+    /// What the optimizer's moments are kept in: less host memory, more noise
+    #[arg(long, value_enum, default_value_t = MomentsArg::F32)]
+    moments: MomentsArg,
     /// Multiply projections in 8-bit floats: faster on GPUs from Ada (RTX 40) on, less exact
     #[arg(long, conflicts_with = "quantize")]
     fp8: bool,
@@ -106,6 +111,14 @@ pub struct BenchCmd {
 enum Mode {
     Full,
     Lora,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum MomentsArg {
+    F32,
+    Bf16,
+    #[value(name = "8bit")]
+    Bits8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -149,7 +162,8 @@ impl BenchCmd {
         let rate = product_rate(devices.workers[0].clone(), self.dtype.into())?;
         let model = self.model(out)?;
         let engine = self.engine(&model, &devices.workers)?;
-        let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
+        let measured = self.measure(&engine, model.config.vocab, out)?;
+        let (seconds, loss) = (measured.seconds, measured.loss);
         let trains = if self.mode == Mode::Full {
             TrainMode::All
         } else {
@@ -164,6 +178,7 @@ impl BenchCmd {
             serde_json::json!({
                 "devices": devices.workers.iter().map(|d| d.id().to_string()).collect::<Vec<_>>(),
                 "tokens_per_s": round(tokens / seconds, 1),
+                "steady_tokens_per_s": measured.steady_seconds.map(|s| round(tokens / s, 1)),
                 "seconds_per_step": round(seconds, 4),
                 "gpu_peak_gib": round(gpu_peak(&engine), 2),
                 "host_peak_gib": round(host_peak(&engine), 2),
@@ -276,7 +291,11 @@ impl BenchCmd {
     /// Host memory of weights and optimizer.
     fn training_budget(&self, model: &Model) -> HostBudget {
         let rule = Rule::AdamW(AdamW::default());
-        machine::training_budget(&model.layers, &rule, self.lag() == Lag::One)
+        let state = StateTypes {
+            moments: self.moments.into(),
+            ..StateTypes::default()
+        };
+        machine::training_budget_of(&model.layers, &rule, self.lag() == Lag::One, state)
     }
 
     fn engine(&self, model: &Model, workers: &[Arc<dyn Device>]) -> anyhow::Result<RoundPipe> {
@@ -288,6 +307,7 @@ impl BenchCmd {
         let builder = RoundPipe::builder(model.layers.clone())
             .optimizer(Rule::AdamW(AdamW::default()))
             .max_lag(self.lag())
+            .moments(self.moments.into())
             .fp8(self.fp8)
             .devices(workers.to_vec())
             .ring_options(RingOptions {
@@ -324,6 +344,7 @@ impl BenchCmd {
             "recompute_all": self.recompute_all,
             "fp8": self.fp8,
             "fast_attention": self.fast_attention,
+            "moments": self.moments.to_possible_value().map(|name| name.get_name().to_owned()),
             "quantize": self.quantize.map(|how| Quantization::from(how).name()),
         });
         if let (Some(line), serde_json::Value::Object(found)) = (line.as_object_mut(), found) {
@@ -343,7 +364,7 @@ impl BenchCmd {
         engine: &RoundPipe,
         vocab: usize,
         out: &mut impl Write,
-    ) -> anyhow::Result<(f64, f64)> {
+    ) -> anyhow::Result<Measured> {
         let mut loss = 0.0;
         for step in 0..self.warm_up {
             let start = Instant::now();
@@ -360,6 +381,7 @@ impl BenchCmd {
             writeln!(out, "{note}")?;
         }
         let start = Instant::now();
+        let mut losses_at = Vec::new();
         for step in 0..self.steps {
             loss = self.step(engine, vocab, self.warm_up + step)?;
             writeln!(
@@ -368,13 +390,22 @@ impl BenchCmd {
                 start.elapsed().as_secs_f64()
             )?;
             out.flush()?;
+            losses_at.push(start.elapsed().as_secs_f64());
         }
         engine.synchronize()?;
         let seconds = start.elapsed().as_secs_f64() / self.steps as f64;
         if let Some(plan) = engine.last_plan(PlanKind::Fused) {
             writeln!(out, "stages by layers: {plan}")?;
         }
-        Ok((seconds, loss))
+        let steady_seconds = match losses_at[..] {
+            [first, .., last] => Some((last - first) / (self.steps - 1) as f64),
+            _ => None,
+        };
+        Ok(Measured {
+            seconds,
+            steady_seconds,
+            loss,
+        })
     }
 
     /// What steps take of a GPU, by a worker that only counts: as many as may overlap and one more,
@@ -482,6 +513,16 @@ impl BenchCmd {
     }
 }
 
+/// What the measured steps took.
+struct Measured {
+    /// Of a step, with all that was under way at the end.
+    seconds: f64,
+    /// From one loss to the next; `None` with one step.
+    steady_seconds: Option<f64>,
+    /// Of the last step.
+    loss: f64,
+}
+
 /// How fast each lane's copies were, and how much of their time kernels ran.
 fn copies(spans: &[Span]) -> Vec<String> {
     let compute = spans.iter().filter(|s| s.track.lane == Lane::Compute);
@@ -523,6 +564,16 @@ fn copies(spans: &[Span]) -> Vec<String> {
         })
     };
     lanes.into_iter().filter_map(line).collect()
+}
+
+impl From<MomentsArg> for MomentType {
+    fn from(moments: MomentsArg) -> Self {
+        match moments {
+            MomentsArg::F32 => Self::F32,
+            MomentsArg::Bf16 => Self::Bf16,
+            MomentsArg::Bits8 => Self::Bits8,
+        }
+    }
 }
 
 impl From<GrainArg> for Grain {

@@ -431,8 +431,12 @@ pub enum Kernel {
         beta: f64,
     },
     /// `[x: [t, k], w: [e, k, n] any strides, offsets: i32 [e + 1]] -> [y: [t, n]]`: rows
-    /// offsets\[i\]..offsets\[i+1\] of x times w\[i\]; rows past the last offset become 0.
-    GroupedMatMul,
+    /// offsets\[i\]..offsets\[i+1\] of x times w\[i\], in Acc, rounded once; rows past the last offset
+    /// become 0, or stay as they are.
+    GroupedMatMul {
+        /// Add to y.
+        accumulate: bool,
+    },
     /// `[x: [t, k], dy: [t, n], offsets: i32 [e + 1]] -> [dw: Acc or T [e, k, n] any strides]`: per
     /// group xᵀ dy.
     GroupedMatMulGrad {
@@ -450,6 +454,8 @@ pub enum Kernel {
         left: Fp8,
         /// The format of b.
         right: Fp8,
+        /// Add to c before rounding.
+        accumulate: bool,
     },
 
     // ---- quantised rows; see `fp8` ----
@@ -698,7 +704,7 @@ impl Kernel {
             | Self::ScatterAdd { .. }
             | Self::CacheWrite => Family::Index,
             Self::MatMul { .. }
-            | Self::GroupedMatMul
+            | Self::GroupedMatMul { .. }
             | Self::GroupedMatMulGrad { .. }
             | Self::Fp8MatMul { .. } => Family::Product,
             Self::Dequantize(_) | Self::QuantizeRows(_) => Family::Quantized,
@@ -759,7 +765,7 @@ impl Kernel {
             Self::Gather { .. } => "gather",
             Self::ScatterAdd { .. } => "scatter_add",
             Self::MatMul { .. } => "matmul",
-            Self::GroupedMatMul => "grouped_matmul",
+            Self::GroupedMatMul { .. } => "grouped_matmul",
             Self::GroupedMatMulGrad { .. } => "grouped_matmul_grad",
             Self::Fp8MatMul { .. } => "fp8_matmul",
             Self::QuantizeRows(_) => "quantize_rows",

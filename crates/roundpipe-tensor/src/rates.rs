@@ -83,7 +83,7 @@ impl KernelRates {
             Kernel::Fp8MatMul { .. } => {
                 return Some(self.fp8_products.unwrap_or(self.products));
             }
-            Kernel::GroupedMatMul | Kernel::GroupedMatMulGrad { .. } => {
+            Kernel::GroupedMatMul { .. } | Kernel::GroupedMatMulGrad { .. } => {
                 return Some(self.grouped_products);
             }
             Kernel::Attention(spec) => (spec, [self.attention, self.own_attention]),

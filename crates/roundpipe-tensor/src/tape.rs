@@ -6,7 +6,8 @@
 //!
 //! # Rules
 //! 1. Values are numbered; a node only mentions values that need a gradient.
-//! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk.
+//! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk, by
+//!    the kernel that computes them where it can.
 //! 3. Memory with another holder is never added to in place; accumulators of parameters always are.
 //! 4. Gradients of parameters are kept in the accumulator type (f32 for bf16), all others in the
 //!    value's.
@@ -351,6 +352,48 @@ impl Back<'_> {
             });
         }
         add(self.worker, value, grad)
+    }
+
+    /// Contributes to the gradient of input `i` by a kernel that can add to what is there: `write` is
+    /// given dense memory of the input's type, and whether to add to it or to write over it. What is
+    /// added is not rounded before. Nothing happens when the gradient is not wanted.
+    ///
+    /// Whether it adds depends on the tape alone: memory with another holder is copied first.
+    ///
+    /// # Errors
+    /// When memory runs out, and what `write` reports.
+    pub fn give_into(
+        &mut self,
+        i: usize,
+        write: impl FnOnce(&Worker, &Tensor, bool) -> Result<()>,
+    ) -> Result<()> {
+        let Some(value) = self.inputs[i] else {
+            return Ok(());
+        };
+        let value = &mut self.values[value as usize];
+        if value.accumulator || value.grad.is_none() {
+            let grad = self.worker.alloc(self.op, value.dtype, value.shape)?;
+            write(self.worker, &grad, false)?;
+            return add(self.worker, value, grad);
+        }
+        let have = value.grad.take().expect("there is one, as seen above");
+        let sum = owned(self.worker, have)?;
+        write(self.worker, &sum, true)?;
+        value.grad = Some(sum);
+        Ok(())
+    }
+
+    /// Takes out what is there of the gradient of input `i`, dense, for a kernel that adds to it on the
+    /// way; [`Back::give`] puts the sum back. `None` where there is nothing, or where sums have a sink.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn take_sum(&mut self, i: usize) -> Result<Option<Tensor>> {
+        let value = self.inputs[i].map(|value| &mut self.values[value as usize]);
+        let sum = value
+            .filter(|value| !value.accumulator)
+            .and_then(|value| value.grad.take());
+        sum.map(|sum| self.worker.contiguous(&sum)).transpose()
     }
 
     /// Where to write the gradient of input `i` in the accumulator type: the parameter's own

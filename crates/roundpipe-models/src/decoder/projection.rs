@@ -93,27 +93,30 @@ impl Projection {
         offsets: &Tensor,
     ) -> TensorResult<Tensor> {
         let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
-        let base = match &self.weight {
-            Weight::Whole(weight) => {
+        let bias = bias.as_ref();
+        let tensors = match &self.adapter {
+            Some(adapter) => Some((adapter, cx.get(&adapter.a)?, cx.get(&adapter.b)?)),
+            None => None,
+        };
+        let lora = tensors.as_ref().map(|(adapter, a, b)| adapter.branch(a, b));
+        match (&self.weight, lora) {
+            (Weight::Whole(weight), None) => {
                 let weight = cx.get(weight)?;
-                cx.grouped_linear(rows, &weight, offsets, bias.as_ref())?
+                cx.grouped_linear(rows, &weight, offsets, bias)
             }
-            Weight::Quantized(weight) => {
+            (Weight::Whole(weight), Some(lora)) => {
+                let weight = cx.get(weight)?;
+                cx.grouped_linear_lora(rows, &weight, offsets, bias, lora)
+            }
+            (Weight::Quantized(weight), None) => {
                 let weight = weight.get(cx)?;
-                cx.grouped_linear_quantized(rows, weight.parts(), offsets, bias.as_ref())?
+                cx.grouped_linear_quantized(rows, weight.parts(), offsets, bias)
             }
-        };
-        let Some(adapter) = &self.adapter else {
-            return Ok(base);
-        };
-        let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
-        let input = cx.dropout(rows, adapter.dropout)?;
-        let low = cx.grouped_linear(&input, &a, offsets, None)?;
-        drop(input);
-        // The narrow side is the cheap one to scale.
-        let low = cx.affine(&low, adapter.scale, 0.0)?;
-        let branch = cx.grouped_linear(&low, &b, offsets, None)?;
-        cx.add(&base, &branch)
+            (Weight::Quantized(weight), Some(lora)) => {
+                let weight = weight.get(cx)?;
+                cx.grouped_linear_lora_quantized(rows, weight.parts(), offsets, bias, lora)
+            }
+        }
     }
 
     /// Shows experts' matrices, which are parameters of one module in transformers: `name` and

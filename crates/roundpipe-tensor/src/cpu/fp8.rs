@@ -130,13 +130,13 @@ pub(super) fn scratch(src: &[Option<View>], dst: &[Option<View>]) -> usize {
 ///
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
-pub(super) unsafe fn matmul(call: &Call<'_>, left: Fp8, right: Fp8) -> Result<()> {
+pub(super) unsafe fn matmul(call: &Call<'_>, formats: [Fp8; 2], accumulate: bool) -> Result<()> {
     // SAFETY: the caller's promise is passed on unchanged.
     unsafe {
         match call.dst(0).dtype {
-            DType::F32 => matmul_as::<f32>(call, left, right),
-            DType::BF16 => matmul_as::<bf16>(call, left, right),
-            DType::F16 => matmul_as::<f16>(call, left, right),
+            DType::F32 => matmul_as::<f32>(call, formats, accumulate),
+            DType::BF16 => matmul_as::<bf16>(call, formats, accumulate),
+            DType::F16 => matmul_as::<f16>(call, formats, accumulate),
             _ => return Err(call.unsupported()),
         }
     }
@@ -145,7 +145,11 @@ pub(super) unsafe fn matmul(call: &Call<'_>, left: Fp8, right: Fp8) -> Result<()
 
 /// # Safety
 /// As [`matmul`]; c holds `T`.
-unsafe fn matmul_as<T: Float<Acc = f32>>(call: &Call<'_>, left: Fp8, right: Fp8) {
+unsafe fn matmul_as<T: Float<Acc = f32>>(
+    call: &Call<'_>,
+    [left, right]: [Fp8; 2],
+    accumulate: bool,
+) {
     let (m, n) = (call.dst(0).shape()[0], call.dst(0).shape()[1]);
     let k = call.src(0).shape()[1];
     let (Some(scratch), true) = (call.scratch.as_ref(), m > 0 && n > 0) else {
@@ -164,7 +168,13 @@ unsafe fn matmul_as<T: Float<Acc = f32>>(call: &Call<'_>, left: Fp8, right: Fp8)
     let at = |offset: usize| (scratch.ptr as usize + offset) as *mut u8;
     let (wide_b, wide_a) = (at(0).cast::<bf16>(), at(rooms.left).cast::<bf16>());
     let sums = at(rooms.sums).cast::<f32>();
-    let finish = Finish { n, scales, bias, c };
+    let finish = Finish {
+        n,
+        scales,
+        bias,
+        c,
+        accumulate,
+    };
     // SAFETY: the scratch memory has room for the right side at its start.
     widen(call, right, b, unsafe {
         std::slice::from_raw_parts_mut(wide_b, n * k)
@@ -216,10 +226,12 @@ struct Finish<'a, T> {
     scales: [&'a [f32]; 2],
     bias: Option<&'a [T]>,
     c: SharedSlice<'a, T>,
+    /// Whether they are added to what is there.
+    accumulate: bool,
 }
 
 impl<T: Float<Acc = f32>> Finish<'_, T> {
-    /// The rows of c from `first` on: sums times both scales, plus the bias, rounded once.
+    /// The rows of c from `first` on: sums times both scales, plus the bias and what is there, rounded once.
     fn rows(&self, call: &Call<'_>, sums: &[f32], first: usize) {
         let n = self.n;
         call.pieces(sums.len() / n, TASK / n, |start, end| {
@@ -231,7 +243,8 @@ impl<T: Float<Acc = f32>> Finish<'_, T> {
                 let sums = &sums[i * n..(i + 1) * n];
                 for (j, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
                     let bias = self.bias.map_or(0.0, |bias| bias[j].up());
-                    *out = T::down(sum * scale * self.scales[1][j] + bias);
+                    let there = if self.accumulate { out.up() } else { 0.0 };
+                    *out = T::down(sum * scale * self.scales[1][j] + bias + there);
                 }
             }
         });

@@ -17,8 +17,12 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::MatMul { alpha, beta } => matmul(call, *alpha, *beta),
-            Kernel::Fp8MatMul { left, right } => fp8::matmul(call, *left, *right),
-            Kernel::GroupedMatMul => grouped(call),
+            Kernel::Fp8MatMul {
+                left,
+                right,
+                accumulate,
+            } => fp8::matmul(call, [*left, *right], *accumulate),
+            Kernel::GroupedMatMul { accumulate } => grouped(call, *accumulate),
             Kernel::GroupedMatMulGrad { accumulate } => grouped_grad(call, *accumulate),
             _ => Err(call.unsupported()),
         }
@@ -117,7 +121,7 @@ unsafe fn bounds(call: &Call<'_>, view: &View, rows: usize) -> Result<Vec<usize>
     Ok(wide)
 }
 
-unsafe fn grouped(call: &Call<'_>) -> Result<()> {
+unsafe fn grouped(call: &Call<'_>, accumulate: bool) -> Result<()> {
     let (x, w, y) = (call.src(0), call.src(1), call.dst(0));
     let (rows, k, n) = (x.shape()[0], x.shape()[1], y.shape()[1]);
     // SAFETY: the launch contract.
@@ -135,7 +139,7 @@ unsafe fn grouped(call: &Call<'_>) -> Result<()> {
                 c: MatMut { ptr: (y.ptr as *mut O).wrapping_add(start * n), row: n as isize },
                 bias: None,
                 alpha: 1.0,
-                beta: 0.0,
+                beta: f64::from(u8::from(accumulate)),
             }
         };
         // SAFETY: the launch contract; groups are disjoint row ranges within the result (checked
@@ -144,7 +148,9 @@ unsafe fn grouped(call: &Call<'_>) -> Result<()> {
         let filled = bounds.last().map_or(0, |end| end * n);
         // SAFETY: the result is dense with `rows` · `n` elements, and only this call holds it.
         let rest = unsafe { std::slice::from_raw_parts_mut((y.ptr as *mut O).wrapping_add(filled), rows * n - filled) };
-        rest.fill(O::default());
+        if !accumulate {
+            rest.fill(O::default());
+        }
     });
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! Rows as 8-bit floats (`fp8.cu`): a dense matrix in one kernel, the transpose of one in two,
 //! magnitudes first.
 //!
-//! A dense row is read twice by its block, the second time from the cache. The transposed matrix,
+//! A dense row is held in the registers of its block; one that is too long for them is read twice, the
+//! second time from the cache. The transposed matrix,
 //! which the gradient of an input wants of a weight, is read twice from memory: its magnitudes go
 //! by chunks of lines to scratch, and what is quantised is turned in shared memory.
 //!
@@ -18,6 +19,8 @@ use crate::kernel::View;
 /// The types that are quantised, and that products in fp8 give.
 pub(super) const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
+/// Times eight values that a thread of `quantize_short_rows` holds.
+const PACKS: usize = 4;
 /// Rows of the result that a block of `column_magnitudes` has.
 const MAGNITUDE_ROWS: usize = 256;
 /// Lines of a chunk of magnitudes at least, and chunks at most.
@@ -40,7 +43,9 @@ pub(super) fn number(format: Fp8) -> usize {
 }
 
 fn quantizer(entry: &'static str, dtype: DType, format: Fp8) -> Unit {
-    unit(entry, dtype).with("FORMAT", number(format))
+    unit(entry, dtype)
+        .with("FORMAT", number(format))
+        .with("PACKS", PACKS)
 }
 
 pub(super) fn units() -> Vec<Unit> {
@@ -48,6 +53,8 @@ pub(super) fn units() -> Vec<Unit> {
         [
             quantizer("quantize_rows", dtype, Fp8::E4M3),
             quantizer("quantize_rows", dtype, Fp8::E5M2),
+            quantizer("quantize_short_rows", dtype, Fp8::E4M3),
+            quantizer("quantize_short_rows", dtype, Fp8::E5M2),
             quantizer("column_magnitudes", dtype, Fp8::E4M3),
             quantizer("quantize_columns", dtype, Fp8::E4M3),
         ]
@@ -117,6 +124,16 @@ fn aligned(x: &View) -> usize {
 unsafe fn dense(call: &Call<'_>, format: Fp8) -> Result<()> {
     let (x, codes, scales) = (call.src(0), call.dst(0), call.dst(1));
     let (rows, columns) = (x.shape()[0], x.shape()[1]);
+    let blocks = [rows.min(i32::MAX as usize) as u32, 1, 1];
+    let threads = (columns / 8).div_ceil(PACKS).next_multiple_of(32);
+    if threads <= 1024 && i32::try_from(rows).is_ok() {
+        let mut args = Args::new().ptr(x.ptr).ptr(codes.ptr).ptr(scales.ptr);
+        args = args.size(columns).size(aligned(x));
+        let unit = quantizer("quantize_short_rows", x.dtype, format);
+        // SAFETY: the arguments are the kernel's; columns are a multiple of 8, as checked above; the
+        // threads of a block hold a row.
+        return unsafe { call.launch(&unit, blocks, [threads as u32, 1, 1], 0, &mut args) };
+    }
     let threads = (columns / 8).next_multiple_of(32).min(256) as u32;
     let mut args = Args::new()
         .ptr(x.ptr)
@@ -129,7 +146,7 @@ unsafe fn dense(call: &Call<'_>, format: Fp8) -> Result<()> {
     unsafe {
         call.launch(
             &quantizer("quantize_rows", x.dtype, format),
-            [rows.min(i32::MAX as usize) as u32, 1, 1],
+            blocks,
             [threads, 1, 1],
             0,
             &mut args,

@@ -111,9 +111,10 @@ pub(super) fn scratch(
             reduce::scratch(kernel, src, dst)
         }
         K::IndexAdd { .. } | K::ScatterAdd { .. } => index::scratch(kernel, src, dst),
-        K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } | K::Fp8MatMul { .. } => {
-            product::scratch(kernel, src, dst)
-        }
+        K::MatMul { .. }
+        | K::GroupedMatMul { .. }
+        | K::GroupedMatMulGrad { .. }
+        | K::Fp8MatMul { .. } => product::scratch(kernel, src, dst),
         K::QuantizeRows(_) => fp8::scratch(src),
         K::RmsNormGrad { .. }
         | K::LayerNormGrad { .. }

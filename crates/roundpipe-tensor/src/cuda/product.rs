@@ -51,8 +51,12 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::MatMul { alpha, beta } => matmul(call, *alpha, *beta),
-            Kernel::Fp8MatMul { left, right } => fp8::matmul(call, *left, *right),
-            Kernel::GroupedMatMul => grouped::forward(call),
+            Kernel::Fp8MatMul {
+                left,
+                right,
+                accumulate,
+            } => fp8::matmul(call, [*left, *right], *accumulate),
+            Kernel::GroupedMatMul { accumulate } => grouped::forward(call, *accumulate),
             Kernel::GroupedMatMulGrad { accumulate } => grouped::gradient(call, *accumulate),
             _ => Err(Error::invalid(call.kernel.name(), "is no product")),
         }

@@ -17,7 +17,7 @@
 //! H200 reaches, quantising takes a quarter as long as the product with 16,384 tokens and k = n =
 //! 2,048, and less than a tenth with n = 6,144.
 
-use super::product::{Lora, bias_grad, check_linear, check_lora, transposed, weight_grad};
+use super::product::{Branch, Lora, bias_grad, check_linear, check_lora, transposed, weight_grad};
 use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -105,8 +105,8 @@ impl Cx {
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
         match &input.rows {
-            Some(rows) if weight.rank() == 2 && weight.dims().iter().all(|size| fits(*size)) => {
-                self.linear_of_rows(&input.x, rows, weight, bias)
+            Some(rows) if takes_part(weight) => {
+                self.linear_of_rows(&input.x, rows, weight, bias, None)
             }
             _ => self.linear(&input.x, weight, bias),
         }
@@ -123,9 +123,15 @@ impl Cx {
         bias: Option<&Tensor>,
         lora: Lora<'_>,
     ) -> Result<Tensor> {
-        check_lora("linear_lora", weight.shape(), lora)?;
-        let base = self.projection(input, weight, bias)?;
-        self.add_lora(&input.x, &base, lora)
+        let rows = input.rows.as_ref().filter(|_| takes_part(weight));
+        let Some(rows) = rows else {
+            return self.linear_lora(&input.x, weight, bias, lora);
+        };
+        const OP: &str = "linear_lora";
+        check_linear(OP, &input.x, weight.shape(), bias)?;
+        check_lora(OP, weight.shape(), lora)?;
+        let branch = Branch::new(self, &input.x, lora)?;
+        self.linear_of_rows(&input.x, rows, weight, bias, Some(&branch))
     }
 
     /// x Wᵀ + bias in fp8, whatever [`Cx::with_fp8`] says: x is f32, bf16 or f16, sizes of W are
@@ -146,30 +152,35 @@ impl Cx {
         }
         let dense = self.contiguous(x)?;
         let rows = quantize(self.worker(), &as_rows(&dense)?, Fp8::E4M3)?;
-        self.linear_of_rows(&dense, &rows, weight, bias)
+        self.linear_of_rows(&dense, &rows, weight, bias, None)
     }
 
-    /// x Wᵀ + bias of an x that is dense and quantised already.
+    /// x Wᵀ + bias of an x that is dense and quantised already, and a branch on top.
     fn linear_of_rows(
         &mut self,
         x: &Tensor,
         rows: &Fp8Rows,
         weight: &Tensor,
         bias: Option<&Tensor>,
+        branch: Option<&Branch>,
     ) -> Result<Tensor> {
         const OP: &str = "linear_fp8";
         same_dtype(OP, x, weight)?;
         let (flat_shape, out) = check_linear(OP, x, weight.shape(), bias)?;
         let dense_weight = self.worker().contiguous(weight)?.detach();
         let codes = quantize(self.worker(), &dense_weight, Fp8::E4M3)?;
-        let y = multiply(self.worker(), OP, rows, &codes, bias, x.dtype())?;
+        let y = Shape::new(&[flat_shape[0], dense_weight.dims()[0]])?;
+        let y = self.worker().alloc(OP, x.dtype(), y)?;
+        multiply_into(self.worker(), rows, &codes, bias, &y, false)?;
         drop(codes);
+        let branch_back = Branch::add(self, branch, &y)?;
         let y = y.relaid(Layout::contiguous(out));
         // As for `linear`: a frozen weight keeps no activations.
         let flat = x.relaid(Layout::contiguous(flat_shape)).detach();
         let flat = weight.requires_grad().then_some(flat);
-        let shape = *x.shape();
-        let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
+        let has_bias = bias.is_some();
+        let inputs = [x, weight].into_iter().chain(bias);
+        let inputs: Vec<&Tensor> = inputs.chain(Branch::tensors(branch)).collect();
         self.record_one(OP, &inputs, y, move |bx| {
             let dy = bx.dy()?;
             let wide = Shape::new(&[flat_shape[0], dense_weight.dims()[0]])?;
@@ -177,19 +188,22 @@ impl Cx {
             if let Some(flat) = flat {
                 weight_grad(bx, 1, &dy, &flat)?;
             }
-            if bx.inputs() > 2 && bx.needs(2) {
+            if has_bias && bx.needs(2) {
                 bias_grad(bx, 2, &dy)?;
             }
-            if bx.needs(0) {
-                let worker = bx.worker();
-                let dtype = dy.dtype();
-                let left = quantize(worker, &dy, Fp8::E5M2)?;
-                drop(dy);
-                let right = quantize(worker, &transposed(&dense_weight), Fp8::E4M3)?;
-                let dx = multiply(worker, OP, &left, &right, None, dtype)?;
-                bx.give(0, dx.relaid(Layout::contiguous(shape)))?;
+            if let Some(branch) = branch_back {
+                branch.run(bx, 2 + usize::from(has_bias), &dy)?;
             }
-            Ok(())
+            if !bx.needs(0) {
+                return Ok(());
+            }
+            let left = quantize(bx.worker(), &dy, Fp8::E5M2)?;
+            drop(dy);
+            bx.give_into(0, |worker, dx, adds| {
+                let right = quantize(worker, &transposed(&dense_weight), Fp8::E4M3)?;
+                let dx = dx.relaid(Layout::contiguous(flat_shape));
+                multiply_into(worker, &left, &right, None, &dx, adds)
+            })
         })
     }
 }
@@ -197,6 +211,11 @@ impl Cx {
 /// Whether a size of a weight is one that fp8 products take.
 fn fits(size: usize) -> bool {
     size > 0 && size.is_multiple_of(SIZE_STEP)
+}
+
+/// Whether a weight is one that fp8 products take.
+fn takes_part(weight: &Tensor) -> bool {
+    weight.rank() == 2 && weight.dims().iter().all(|size| fits(*size))
 }
 
 fn takes_type(dtype: DType) -> bool {
@@ -232,21 +251,20 @@ fn quantize(worker: &Worker, x: &Tensor, format: Fp8) -> Result<Fp8Rows> {
     })
 }
 
-/// left rightᵀ + bias, unrecorded.
-fn multiply(
+/// y = left rightᵀ + bias, or y += it, unrecorded.
+fn multiply_into(
     worker: &Worker,
-    op: &'static str,
     left: &Fp8Rows,
     right: &Fp8Rows,
     bias: Option<&Tensor>,
-    dtype: DType,
-) -> Result<Tensor> {
-    let shape = Shape::new(&[left.codes.dims()[0], right.codes.dims()[0]])?;
-    let y = worker.alloc(op, dtype, shape)?;
+    y: &Tensor,
+    accumulate: bool,
+) -> Result<()> {
     let bias = bias.map(|bias| worker.contiguous(bias)).transpose()?;
     let kernel = Kernel::Fp8MatMul {
         left: left.format,
         right: right.format,
+        accumulate,
     };
     let src = [
         Some(&left.codes),
@@ -255,6 +273,5 @@ fn multiply(
         Some(&right.scales),
         bias.as_ref(),
     ];
-    worker.launch(&kernel, &src, &[Some(&y)])?;
-    Ok(y)
+    worker.launch(&kernel, &src, &[Some(y)])
 }

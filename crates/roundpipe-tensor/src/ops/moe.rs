@@ -5,6 +5,7 @@
 //! by its matrix, [`Cx::moe_combine`] adds the results up. How many tokens an expert got stays on
 //! the device: nothing here waits for it.
 
+use super::product::Lora;
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -196,6 +197,37 @@ impl Cx {
         offsets: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
+        self.grouped_linear_beside(x, weight, offsets, bias, None)
+    }
+
+    /// [`Cx::grouped_linear`] with a LoRA branch of each group beside it: `a: [e, rank, c]`, `b: [e, n,
+    /// rank]`.
+    ///
+    /// # Errors
+    /// When sizes or types do not fit.
+    pub fn grouped_linear_lora(
+        &mut self,
+        x: &Tensor,
+        weight: &Tensor,
+        offsets: &Tensor,
+        bias: Option<&Tensor>,
+        lora: Lora<'_>,
+    ) -> Result<Tensor> {
+        const OP: &str = "grouped_linear_lora";
+        check_grouped(OP, x, weight.shape(), offsets, bias)?;
+        let branch = GroupedBranch::new(self, OP, x, weight.shape(), offsets, lora)?;
+        self.grouped_linear_beside(x, weight, offsets, bias, Some(&branch))
+    }
+
+    /// Products of groups, and their branches on top.
+    fn grouped_linear_beside(
+        &mut self,
+        x: &Tensor,
+        weight: &Tensor,
+        offsets: &Tensor,
+        bias: Option<&Tensor>,
+        branch: Option<&GroupedBranch>,
+    ) -> Result<Tensor> {
         const OP: &str = "grouped_linear";
         same_dtype(OP, x, weight)?;
         check_grouped(OP, x, weight.shape(), offsets, bias)?;
@@ -205,18 +237,24 @@ impl Cx {
         let y = self
             .worker()
             .alloc(OP, x.dtype(), Shape::new(&[rows, out])?)?;
-        let src = [Some(&dense), Some(&transposed(weight)), Some(&offsets)];
-        self.worker()
-            .launch(&Kernel::GroupedMatMul, &src, &[Some(&y)])?;
+        multiply_groups(
+            self.worker(),
+            &dense,
+            &transposed(weight),
+            &offsets,
+            &y,
+            false,
+        )?;
         if let Some(bias) = bias {
-            add_bias(self.worker(), OP, &y, bias, &offsets)?;
+            add_bias(self.worker(), &y, bias, &offsets)?;
         }
+        let branch_back = GroupedBranch::add(self, branch, &offsets, &y)?;
         // Each side is kept only for the other side's gradient.
         let kept_x = self.tracks(&[weight]).then_some(dense);
         let kept_weight = self.tracks(&[x]).then(|| weight.detach());
         let has_bias = bias.is_some();
-        let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
-        let from = *x.shape();
+        let inputs = [x, weight].into_iter().chain(bias);
+        let inputs: Vec<&Tensor> = inputs.chain(GroupedBranch::tensors(branch)).collect();
         self.record_one(OP, &inputs, y, move |bx| {
             let dy = bx.dy()?;
             if let Some(x) = kept_x {
@@ -226,15 +264,15 @@ impl Cx {
                 let ones = bx.worker().full(dy.dtype(), Shape::new(&[rows, 1])?, 1.0)?;
                 grouped_gradient(bx, 2, &ones, &dy, &offsets)?;
             }
-            if let Some(weight) = kept_weight {
-                let dx = bx.worker().alloc(OP, dy.dtype(), from)?;
-                let src = [Some(&dy), Some(&weight), Some(&offsets)];
-                bx.worker()
-                    .launch(&Kernel::GroupedMatMul, &src, &[Some(&dx)])?;
-                drop((dy, weight));
-                bx.give(0, dx)?;
+            if let Some(branch) = branch_back {
+                branch.run(bx, 2 + usize::from(has_bias), &dy, &offsets)?;
             }
-            Ok(())
+            let Some(weight) = kept_weight else {
+                return Ok(());
+            };
+            bx.give_into(0, |worker, dx, adds| {
+                multiply_groups(worker, &dy, &weight, &offsets, dx, adds)
+            })
         })
     }
 
@@ -390,13 +428,7 @@ pub(super) fn transposed(weight: &Tensor) -> Tensor {
 
 /// Adds each group's row of `bias` to the group's rows of `y`: as a product with a column of ones,
 /// so that the host need not know which rows those are.
-pub(super) fn add_bias(
-    worker: &Worker,
-    op: &'static str,
-    y: &Tensor,
-    bias: &Tensor,
-    offsets: &Tensor,
-) -> Result<()> {
+pub(super) fn add_bias(worker: &Worker, y: &Tensor, bias: &Tensor, offsets: &Tensor) -> Result<()> {
     let bias = worker.contiguous(bias)?;
     let bias = bias.relaid(Layout::contiguous(Shape::new(&[
         bias.dims()[0],
@@ -404,17 +436,93 @@ pub(super) fn add_bias(
         bias.dims()[1],
     ])?));
     let ones = worker.full(y.dtype(), Shape::new(&[y.dims()[0], 1])?, 1.0)?;
-    let rows = worker.alloc(op, y.dtype(), *y.shape())?;
-    worker.launch(
-        &Kernel::GroupedMatMul,
-        &[Some(&ones), Some(&bias), Some(offsets)],
-        &[Some(&rows)],
-    )?;
-    worker.launch(
-        &Kernel::Accumulate { alpha: 1.0 },
-        &[Some(&rows)],
-        &[Some(y)],
-    )
+    multiply_groups(worker, &ones, &bias, offsets, y, true)
+}
+
+/// The rows of every group of x [t, k] times its matrix of w [e, k, n], into y or added to it.
+pub(super) fn multiply_groups(
+    worker: &Worker,
+    x: &Tensor,
+    w: &Tensor,
+    offsets: &Tensor,
+    y: &Tensor,
+    accumulate: bool,
+) -> Result<()> {
+    let kernel = Kernel::GroupedMatMul { accumulate };
+    worker.launch(&kernel, &[Some(x), Some(w), Some(offsets)], &[Some(y)])
+}
+
+/// The LoRA branches of groups up to their last product, which adds to the result of the product
+/// beside it.
+pub(super) struct GroupedBranch {
+    /// scale · dropout(x) Aᵀ: the narrow side is the cheap one to scale.
+    low: Tensor,
+    b: Tensor,
+}
+
+impl GroupedBranch {
+    pub fn new(
+        cx: &mut Cx,
+        op: &'static str,
+        x: &Tensor,
+        weight: &Shape,
+        offsets: &Tensor,
+        lora: Lora<'_>,
+    ) -> Result<Self> {
+        let rank = lora.a.dims().get(1).copied().unwrap_or(0);
+        same_shape(op, lora.a, Shape::new(&[weight[0], rank, weight[2]])?)?;
+        same_shape(op, lora.b, Shape::new(&[weight[0], weight[1], rank])?)?;
+        let input = cx.dropout(x, lora.dropout)?;
+        let low = cx.grouped_linear(&input, lora.a, offsets, None)?;
+        drop(input);
+        Ok(Self {
+            low: cx.affine(&low, lora.scale, 0.0)?,
+            b: lora.b.clone(),
+        })
+    }
+
+    /// What a node that adds the branches has among its inputs, behind its own.
+    pub fn tensors(branch: Option<&Self>) -> impl Iterator<Item = &Tensor> {
+        branch
+            .into_iter()
+            .flat_map(|branch| [&branch.low, &branch.b])
+    }
+
+    /// y [rows, n] += low Bᵀ of every group; how gradients go back.
+    pub fn add(
+        cx: &Cx,
+        branch: Option<&Self>,
+        offsets: &Tensor,
+        y: &Tensor,
+    ) -> Result<Option<GroupedBranchBack>> {
+        let Some(Self { low, b }) = branch else {
+            return Ok(None);
+        };
+        let low = low.detach();
+        multiply_groups(cx.worker(), &low, &transposed(b), offsets, y, true)?;
+        Ok(Some(GroupedBranchBack {
+            low: b.requires_grad().then_some(low),
+            b: b.detach(),
+        }))
+    }
+}
+
+/// What the backward of a [`GroupedBranch`] needs.
+pub(super) struct GroupedBranchBack {
+    low: Option<Tensor>,
+    b: Tensor,
+}
+
+impl GroupedBranchBack {
+    /// Gradients of `low` and `b`, inputs `first` and `first + 1` of the node.
+    pub fn run(self, bx: &mut Back<'_>, first: usize, dy: &Tensor, offsets: &Tensor) -> Result<()> {
+        if let Some(low) = &self.low {
+            grouped_gradient(bx, first + 1, low, dy, offsets)?;
+        }
+        bx.give_into(first, |worker, grad, adds| {
+            multiply_groups(worker, dy, &self.b, offsets, grad, adds)
+        })
+    }
 }
 
 /// The gradient of input `i`, a weight `[e, n, c]` or a bias `[e, n]` that met a column of ones.

@@ -54,7 +54,8 @@ impl Cx {
         self.record_one(OP, &inputs, y, move |bx| {
             let dy = bx.dy()?;
             let at = saved.weight.as_ref().map(|_| 1);
-            if let Some(dx) = rms_backward(bx, OP, saved, &dy, None, at)? {
+            let before = bx.take_sum(0)?;
+            if let Some(dx) = rms_backward(bx, OP, saved, &dy, before, at)? {
                 drop(dy);
                 bx.give(0, dx)?;
             }

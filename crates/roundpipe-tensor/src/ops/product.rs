@@ -125,6 +125,17 @@ impl Cx {
     /// # Errors
     /// When sizes or types do not fit.
     pub fn linear(&mut self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        self.linear_beside(x, weight, bias, None)
+    }
+
+    /// x Wᵀ + bias, and a branch on top.
+    fn linear_beside(
+        &mut self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        branch: Option<&Branch>,
+    ) -> Result<Tensor> {
         const OP: &str = "linear";
         same_dtype(OP, x, weight)?;
         let (rows, out) = check_linear(OP, x, weight.shape(), bias)?;
@@ -134,28 +145,31 @@ impl Cx {
             .worker()
             .alloc(OP, x.dtype(), Shape::new(&[rows[0], weight.dims()[0]])?)?;
         affine(self.worker(), &flat, weight, bias, &y)?;
+        let branch_back = Branch::add(self, branch, &y)?;
         let y = y.relaid(Layout::contiguous(out));
         // Each side is kept only for the other side's gradient: a frozen weight keeps no
         // activations.
         let flat = weight.requires_grad().then_some(flat);
         let kept = weight.detach();
-        let shape = *x.shape();
-        let inputs: Vec<&Tensor> = [&dense, weight].into_iter().chain(bias).collect();
+        let has_bias = bias.is_some();
+        let inputs = [&dense, weight].into_iter().chain(bias);
+        let inputs: Vec<&Tensor> = inputs.chain(Branch::tensors(branch)).collect();
         self.record_one(OP, &inputs, y, move |bx| {
             let dy = bx.dy()?;
             let dy = dy.relaid(Layout::contiguous(Shape::new(&[rows[0], kept.dims()[0]])?));
             if let Some(flat) = flat {
                 weight_grad(bx, 1, &dy, &flat)?;
             }
-            if bx.inputs() > 2 && bx.needs(2) {
+            if has_bias && bx.needs(2) {
                 bias_grad(bx, 2, &dy)?;
             }
-            if bx.needs(0) {
-                let dx = multiply(bx.worker(), OP, &dy, &kept, dy.dtype())?;
-                drop(dy);
-                bx.give(0, dx.relaid(Layout::contiguous(shape)))?;
+            if let Some(branch) = branch_back {
+                branch.run(bx, 2 + usize::from(has_bias), &dy)?;
             }
-            Ok(())
+            bx.give_into(0, |worker, dx, adds| {
+                let dx = dx.relaid(Layout::contiguous(rows));
+                multiply_into(worker, &dy, &kept, &dx, 1.0, f64::from(u8::from(adds)))
+            })
         })
     }
 
@@ -175,17 +189,71 @@ impl Cx {
         same_dtype(OP, x, weight)?;
         check_linear(OP, x, weight.shape(), bias)?;
         check_lora(OP, weight.shape(), lora)?;
-        let base = self.linear(x, weight, bias)?;
-        self.add_lora(x, &base, lora)
+        let branch = Branch::new(self, x, lora)?;
+        self.linear_beside(x, weight, bias, Some(&branch))
+    }
+}
+
+/// The branch of [`Lora`] up to its last product, which adds to the result of the product beside it.
+pub(super) struct Branch {
+    /// dropout(x) Aᵀ.
+    low: Tensor,
+    b: Tensor,
+    scale: f64,
+}
+
+impl Branch {
+    pub fn new(cx: &mut Cx, x: &Tensor, lora: Lora<'_>) -> Result<Self> {
+        let input = cx.dropout(x, lora.dropout)?;
+        let low = cx.linear(&input, lora.a, None)?;
+        Ok(Self {
+            low,
+            b: lora.b.clone(),
+            scale: lora.scale,
+        })
     }
 
-    /// `base` and the branch beside it.
-    pub(super) fn add_lora(&mut self, x: &Tensor, base: &Tensor, lora: Lora<'_>) -> Result<Tensor> {
-        let input = self.dropout(x, lora.dropout)?;
-        let low = self.linear(&input, lora.a, None)?;
-        let branch = self.linear(&low, lora.b, None)?;
-        let branch = self.affine(&branch, lora.scale, 0.0)?;
-        self.add(base, &branch)
+    /// What a node that adds the branch has among its inputs, behind its own.
+    pub fn tensors(branch: Option<&Self>) -> impl Iterator<Item = &Tensor> {
+        branch
+            .into_iter()
+            .flat_map(|branch| [&branch.low, &branch.b])
+    }
+
+    /// y [rows, out] += scale · low Bᵀ; how gradients go back.
+    pub fn add(cx: &Cx, branch: Option<&Self>, y: &Tensor) -> Result<Option<BranchBack>> {
+        let Some(Self { low, b, scale }) = branch else {
+            return Ok(None);
+        };
+        let low = low.relaid(Layout::contiguous(rows_of(low)?)).detach();
+        multiply_into(cx.worker(), &low, &transposed(b), y, *scale, 1.0)?;
+        Ok(Some(BranchBack {
+            low: b.requires_grad().then_some(low),
+            b: b.detach(),
+            scale: *scale,
+        }))
+    }
+}
+
+/// What the backward of a [`Branch`] needs.
+pub(super) struct BranchBack {
+    low: Option<Tensor>,
+    b: Tensor,
+    scale: f64,
+}
+
+impl BranchBack {
+    /// Gradients of `low` and `b`, inputs `first` and `first + 1` of the node, for dy [rows, out].
+    pub fn run(self, bx: &mut Back<'_>, first: usize, dy: &Tensor) -> Result<()> {
+        let Self { low, b, scale } = self;
+        if let Some(low) = low {
+            scaled_weight_grad(bx, first + 1, dy, &low, scale)?;
+        }
+        bx.give_into(first, |worker, grad, adds| {
+            let rows = Shape::new(&[dy.dims()[0], b.dims()[1]])?;
+            let grad = grad.relaid(Layout::contiguous(rows));
+            multiply_into(worker, dy, &b, &grad, scale, f64::from(u8::from(adds)))
+        })
     }
 }
 
@@ -314,9 +382,20 @@ pub(super) fn affine(
 
 /// dW += dyᵀ x for input `i` of a node.
 pub(super) fn weight_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor, x: &Tensor) -> Result<()> {
+    scaled_weight_grad(bx, i, dy, x, 1.0)
+}
+
+/// dW += scale · dyᵀ x for input `i` of a node.
+fn scaled_weight_grad(
+    bx: &mut Back<'_>,
+    i: usize,
+    dy: &Tensor,
+    x: &Tensor,
+    scale: f64,
+) -> Result<()> {
     let sink = bx.sink(i)?;
     let beta = f64::from(u8::from(sink.accumulate));
-    multiply_into(bx.worker(), &transposed(dy), x, &sink.tensor, 1.0, beta)?;
+    multiply_into(bx.worker(), &transposed(dy), x, &sink.tensor, scale, beta)?;
     bx.give_back(i, sink)
 }
 

@@ -4,8 +4,10 @@
 //! backward, which needs it again, widens it again: what a tape keeps of a weight are its codes.
 //! Values and gradients are those of the same operation on the widened weight, bit for bit.
 
-use super::moe::{add_bias, check_grouped, grouped_gradient, transposed};
-use super::product::{Lora, affine, bias_grad, check_linear, check_lora, multiply};
+use super::moe::{
+    GroupedBranch, add_bias, check_grouped, grouped_gradient, multiply_groups, transposed,
+};
+use super::product::{Branch, Lora, affine, bias_grad, check_linear, check_lora, multiply_into};
 use crate::cx::{Cx, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -186,6 +188,16 @@ impl Cx {
         weight: Quantized<'_>,
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
+        self.linear_quantized_beside(x, weight, bias, None)
+    }
+
+    fn linear_quantized_beside(
+        &mut self,
+        x: &Tensor,
+        weight: Quantized<'_>,
+        bias: Option<&Tensor>,
+        branch: Option<&Branch>,
+    ) -> Result<Tensor> {
         const OP: &str = "linear_quantized";
         let parts = weight.parts(OP)?;
         let (rows, out) = check_linear(OP, x, &parts.shape, bias)?;
@@ -197,23 +209,29 @@ impl Cx {
         let wide = parts.widen(worker, OP, dtype)?;
         affine(worker, &flat, &wide, bias, &y)?;
         drop((wide, flat));
+        let branch_back = Branch::add(self, branch, &y)?;
         let y = y.relaid(Layout::contiguous(out));
         let kept = self.tracks(&[x]).then_some(parts);
-        let shape = *x.shape();
-        let inputs: Vec<&Tensor> = std::iter::once(&dense).chain(bias).collect();
+        let has_bias = bias.is_some();
+        let inputs = std::iter::once(&dense).chain(bias);
+        let inputs: Vec<&Tensor> = inputs.chain(Branch::tensors(branch)).collect();
         self.record_one(OP, &inputs, y, move |bx| {
             let dy = bx.dy()?;
             let dy = dy.relaid(Layout::contiguous(Shape::new(&[rows[0], width])?));
-            if bx.inputs() > 1 && bx.needs(1) {
+            if has_bias && bx.needs(1) {
                 bias_grad(bx, 1, &dy)?;
             }
-            if let Some(parts) = kept {
-                let wide = parts.widen(bx.worker(), OP, dtype)?;
-                let dx = multiply(bx.worker(), OP, &dy, &wide, dy.dtype())?;
-                drop((dy, wide));
-                bx.give(0, dx.relaid(Layout::contiguous(shape)))?;
+            if let Some(branch) = branch_back {
+                branch.run(bx, 1 + usize::from(has_bias), &dy)?;
             }
-            Ok(())
+            let Some(parts) = kept else {
+                return Ok(());
+            };
+            bx.give_into(0, |worker, dx, adds| {
+                let wide = parts.widen(worker, OP, dtype)?;
+                let dx = dx.relaid(Layout::contiguous(rows));
+                multiply_into(worker, &dy, &wide, &dx, 1.0, f64::from(u8::from(adds)))
+            })
         })
     }
 
@@ -232,8 +250,8 @@ impl Cx {
         let shape = weight.parts(OP)?.shape;
         check_linear(OP, x, &shape, bias)?;
         check_lora(OP, &shape, lora)?;
-        let base = self.linear_quantized(x, weight, bias)?;
-        self.add_lora(x, &base, lora)
+        let branch = Branch::new(self, x, lora)?;
+        self.linear_quantized_beside(x, weight, bias, Some(&branch))
     }
 
     /// [`Cx::grouped_linear`] with quantised weights [e, n, c], widened to the type of `x`.
@@ -247,6 +265,36 @@ impl Cx {
         offsets: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
+        self.grouped_linear_quantized_beside(x, weight, offsets, bias, None)
+    }
+
+    /// [`Cx::grouped_linear_lora`] with quantised weights [e, n, c].
+    ///
+    /// # Errors
+    /// When sizes or types do not fit.
+    pub fn grouped_linear_lora_quantized(
+        &mut self,
+        x: &Tensor,
+        weight: Quantized<'_>,
+        offsets: &Tensor,
+        bias: Option<&Tensor>,
+        lora: Lora<'_>,
+    ) -> Result<Tensor> {
+        const OP: &str = "grouped_linear_lora_quantized";
+        let shape = weight.parts(OP)?.shape;
+        check_grouped(OP, x, &shape, offsets, bias)?;
+        let branch = GroupedBranch::new(self, OP, x, &shape, offsets, lora)?;
+        self.grouped_linear_quantized_beside(x, weight, offsets, bias, Some(&branch))
+    }
+
+    fn grouped_linear_quantized_beside(
+        &mut self,
+        x: &Tensor,
+        weight: Quantized<'_>,
+        offsets: &Tensor,
+        bias: Option<&Tensor>,
+        branch: Option<&GroupedBranch>,
+    ) -> Result<Tensor> {
         const OP: &str = "grouped_linear_quantized";
         let parts = weight.parts(OP)?;
         check_grouped(OP, x, &parts.shape, offsets, bias)?;
@@ -256,32 +304,32 @@ impl Cx {
         let offsets = worker.contiguous(offsets)?.detach();
         let y = worker.alloc(OP, dtype, Shape::new(&[rows, out])?)?;
         let wide = parts.widen(worker, OP, dtype)?;
-        let src = [Some(&dense), Some(&transposed(&wide)), Some(&offsets)];
-        worker.launch(&Kernel::GroupedMatMul, &src, &[Some(&y)])?;
+        multiply_groups(worker, &dense, &transposed(&wide), &offsets, &y, false)?;
         drop((wide, dense));
         if let Some(bias) = bias {
-            add_bias(worker, OP, &y, bias, &offsets)?;
+            add_bias(worker, &y, bias, &offsets)?;
         }
+        let branch_back = GroupedBranch::add(self, branch, &offsets, &y)?;
         let kept = self.tracks(&[x]).then_some(parts);
         let has_bias = bias.is_some();
-        let inputs: Vec<&Tensor> = std::iter::once(x).chain(bias).collect();
-        let from = *x.shape();
+        let inputs = std::iter::once(x).chain(bias);
+        let inputs: Vec<&Tensor> = inputs.chain(GroupedBranch::tensors(branch)).collect();
         self.record_one(OP, &inputs, y, move |bx| {
             let dy = bx.dy()?;
             if has_bias && bx.needs(1) {
                 let ones = bx.worker().full(dtype, Shape::new(&[rows, 1])?, 1.0)?;
                 grouped_gradient(bx, 1, &ones, &dy, &offsets)?;
             }
-            if let Some(parts) = kept {
-                let dx = bx.worker().alloc(OP, dtype, from)?;
-                let wide = parts.widen(bx.worker(), OP, dtype)?;
-                let src = [Some(&dy), Some(&wide), Some(&offsets)];
-                bx.worker()
-                    .launch(&Kernel::GroupedMatMul, &src, &[Some(&dx)])?;
-                drop((dy, wide));
-                bx.give(0, dx)?;
+            if let Some(branch) = branch_back {
+                branch.run(bx, 1 + usize::from(has_bias), &dy, &offsets)?;
             }
-            Ok(())
+            let Some(parts) = kept else {
+                return Ok(());
+            };
+            bx.give_into(0, |worker, dx, adds| {
+                let wide = parts.widen(worker, OP, dtype)?;
+                multiply_groups(worker, &dy, &wide, &offsets, dx, adds)
+            })
         })
     }
 }

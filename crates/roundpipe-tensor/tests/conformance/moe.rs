@@ -1,7 +1,7 @@
 //! Mixture of experts.
 
 use roundpipe_tensor::kernel::Glu;
-use roundpipe_tensor::ops::{Experts, MoeOptions, RouteWeights};
+use roundpipe_tensor::ops::{Experts, Lora, MoeOptions, RouteWeights};
 use roundpipe_tensor::{Cx, DType, Result, Tensor, bf16};
 
 use crate::bed::{self, Lie, Strict, check, check_with, fixed, randn, upload, values, worker};
@@ -129,6 +129,33 @@ fn grouped_linear_and_its_gradients() {
     }
 }
 
+/// A branch beside grouped products, of which the last product adds to what is there: all of its
+/// gradients, with rows of no group and a group without rows.
+#[test]
+fn grouped_branches_and_their_gradients() {
+    let offsets = |all: &[i64]| fixed(DType::I32, all, &[all.len()]);
+    for (rows, bounds) in [(7, &[0, 3, 3, 7][..]), (6, &[0, 0, 2, 5])] {
+        let inputs = [
+            randn(1, &[rows, 5]),
+            randn(2, &[3, 4, 5]),
+            randn(3, &[3, 2, 5]),
+            randn(4, &[3, 4, 2]),
+            offsets(bounds),
+        ];
+        check(&format!("{bounds:?} of {rows}"), &inputs, |cx, x| {
+            let lora = Lora {
+                a: &x[2],
+                b: &x[3],
+                scale: 0.5,
+                dropout: 0.0,
+            };
+            Ok(vec![
+                cx.grouped_linear_lora(&x[0], &x[1], &x[4], None, lora)?,
+            ])
+        });
+    }
+}
+
 /// Sizes of several tiles, the last of them not whole: groups without rows, with fewer and with more
 /// than a tile's, rows of no group, and matrices that lie either way.
 #[test]
@@ -160,6 +187,80 @@ fn grouped_products_of_several_tiles() {
     }
 }
 
+/// More tiles than a card has processors, so that each block takes several, of a depth of one step and
+/// of many, written and added to: the products of groups are those of their rows by themselves.
+#[test]
+fn grouped_products_of_many_tiles() {
+    let Some((worker, _turn)) = bed::gpu_alone() else {
+        return;
+    };
+    const GROUPS: usize = 16;
+    for (rows, depth, cols) in [
+        (20_000, 32, 1024),
+        (60_000, 32, 32),
+        (40_000, 128, 64),
+        (20_000, 160, 768),
+    ] {
+        let mut cx = Cx::infer(worker);
+        let x = cx.randn(DType::BF16, &[rows, depth]).unwrap();
+        let w = cx.randn(DType::BF16, &[GROUPS, cols, depth]).unwrap();
+        // From no rows at all to an eighth of them.
+        let bound = |group: usize| rows * group * group / (GROUPS * GROUPS);
+        let bounds: Vec<i32> = (0..=GROUPS).map(|group| bound(group) as i32).collect();
+        let offsets = cx.tensor(&bounds, &[GROUPS + 1]).unwrap();
+        let y = cx.grouped_linear(&x, &w, &offsets, None).unwrap();
+        let lora = Lora {
+            a: &w,
+            b: &cx.transpose(&w, 1, 2).unwrap(),
+            scale: 0.125,
+            dropout: 0.0,
+        };
+        let square = cx.randn(DType::BF16, &[GROUPS, depth, depth]).unwrap();
+        let added = cx
+            .grouped_linear_lora(&x, &square, &offsets, None, lora)
+            .unwrap();
+        for group in (0..GROUPS).filter(|group| bound(*group) < bound(group + 1)) {
+            let name = format!("{rows} x {depth} x {cols}, group {group}");
+            let count = bound(group + 1) - bound(group);
+            let here = |cx: &mut Cx, t: &Tensor, at: usize, count: usize| {
+                cx.narrow(t, 0, at, count).unwrap()
+            };
+            let own = here(&mut cx, &x, bound(group), count);
+            let matrix = |cx: &mut Cx, t: &Tensor| {
+                let one = here(cx, t, group, 1);
+                cx.squeeze(&one, 0).unwrap()
+            };
+            let (weight, base) = (matrix(&mut cx, &w), matrix(&mut cx, &square));
+            let alone = cx.linear(&own, &weight, None).unwrap();
+            let both = here(&mut cx, &y, bound(group), count);
+            near(&name, &both, &alone, depth);
+            let back = Lora {
+                a: &weight,
+                b: &cx.transpose(&weight, 0, 1).unwrap(),
+                scale: 0.125,
+                dropout: 0.0,
+            };
+            let alone = cx.linear_lora(&own, &base, None, back).unwrap();
+            let both = here(&mut cx, &added, bound(group), count);
+            near(&format!("{name}, added"), &both, &alone, depth * cols);
+        }
+    }
+}
+
+/// Equal but for the rounding of sums over `terms` products of numbers about 1.
+fn near(name: &str, have: &Tensor, want: &Tensor, terms: usize) {
+    let [have, want] = [have, want].map(|t| t.to_vec::<bf16>().unwrap());
+    let slack = 0.02 * (terms as f32).sqrt();
+    for (i, (have, want)) in have.iter().zip(&want).enumerate() {
+        let (have, want) = (have.to_f32(), want.to_f32());
+        let off = (have - want).abs();
+        assert!(
+            off <= slack + 0.02 * want.abs(),
+            "{name}, {i}: {have} for {want}"
+        );
+    }
+}
+
 /// A row's product depends on nothing but the row and its matrix: not on the other rows, on its
 /// place among them, or on the groups around it.
 #[test]
@@ -186,7 +287,11 @@ fn a_row_of_a_group_is_itself() {
     };
     let alone = product(0, 0);
     for (before, after) in [(2, 0), (127, 3), (200, 300), (513, 1)] {
-        assert_eq!(product(before, after), alone, "{before} before, {after} after");
+        assert_eq!(
+            product(before, after),
+            alone,
+            "{before} before, {after} after"
+        );
     }
 }
 

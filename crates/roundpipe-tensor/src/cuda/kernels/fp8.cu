@@ -1,10 +1,11 @@
 // Rows as 8-bit floats with a scale each, and what surrounds their products.
 //   quantize_rows:     x [rows, columns] dense: a block per row; its magnitude first, then its codes.
+//   quantize_short_rows: the same for rows that fit a block's registers.
 //   column_magnitudes: the largest magnitudes of the columns of x [columns, rows] dense, one for each chunk of lines.
 //   quantize_columns:  codes [rows, columns] of the same x, transposed on the way, a block per 64 rows and 128 columns.
-//   finish_rows:       c = sums · left scale · right scale + bias, rounded once; rows of n.
+//   finish_rows:       c = sums · left scale · right scale + bias (+ c), rounded once; rows of n.
 //   plain_fp8:         the whole product, for what the library does not take.
-// Macros: REAL of x, c and bias (T); FORMAT of the codes, LEFT and RIGHT of the sides of a product: 0 is e4m3, 1 is
+// Macros: REAL of x, c and bias (T); FORMAT of the codes, PACKS of a thread's eight values, LEFT and RIGHT of the sides of a product: 0 is e4m3, 1 is
 // e5m2. A scale is the smallest power of two at which the largest finite magnitude is not above the format's largest
 // value (1.75 · 2^8, 1.75 · 2^15). Values are rounded to nearest even; what is not finite becomes 0x7f. `fp8.rs` is the
 // definition, and these are its bits.
@@ -113,6 +114,53 @@ quantize_rows(const T* __restrict__ x, u8* __restrict__ codes, float* __restrict
     }
 }
 
+// As quantize_rows, for rows that fit the registers of a block: PACKS times eight values a thread, read once and all
+// at the same time. Magnitudes are compared as bits, whose order is that of the values; only a row that has one which
+// is not finite is looked at again.
+extern "C" __global__ void __launch_bounds__(1024)
+quantize_short_rows(const T* __restrict__ x, u8* __restrict__ codes, float* __restrict__ scales, i64 columns, i64 aligned) {
+    __shared__ u32 top_slots[32];
+    __shared__ float slots[32];
+    i64 row = blockIdx.x;
+    const T* from = x + row * columns;
+    float values[PACKS][8];
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+        i64 at = (threadIdx.x + (i64)i * blockDim.x) * 8;
+        if (at < columns) load8(values[i], from + at, aligned);
+        else
+            #pragma unroll
+            for (int v = 0; v < 8; ++v) values[i][v] = 0.0f;
+    }
+    u32 top = 0;
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i)
+        #pragma unroll
+        for (int v = 0; v < 8; ++v) {
+            u32 bits = __float_as_uint(values[i][v]) & 0x7fffffffu;
+            top = bits > top ? bits : top;
+        }
+    top = block_max(top, top_slots);
+    float most = __uint_as_float(top);
+    bool finite = top < 0x7f800000u;
+    if (!finite) {
+        most = 0.0f;
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i)
+            #pragma unroll
+            for (int v = 0; v < 8; ++v) most = larger(most, values[i][v]);
+        most = block_max(most, slots);
+    }
+    int exponent = scale_exponent<FORMAT>(most);
+    float inverse = power_of_two(-exponent);
+    if (threadIdx.x == 0) scales[row] = power_of_two(exponent);
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+        i64 at = (threadIdx.x + (i64)i * blockDim.x) * 8;
+        if (at < columns) *reinterpret_cast<uint2*>(codes + row * columns + at) = encode8<FORMAT>(values[i], inverse);
+    }
+}
+
 // Eight warps read eight lines at once, a lane eight neighbours: blockIdx.x counts 256 rows of the result, blockIdx.y
 // chunks of `lines` lines. magnitudes [chunks, rows].
 extern "C" __global__ void __launch_bounds__(256)
@@ -187,23 +235,25 @@ quantize_columns(const T* __restrict__ x, const float* __restrict__ magnitudes, 
 #endif
 
 // sum · left · right + bias: products with powers of two round nothing, so their order does not matter.
-__device__ __forceinline__ void finish(T* c, float sum, float left, float right, const T* bias, i64 column) {
+__device__ __forceinline__ void finish(T* c, float sum, float left, float right, const T* bias, i64 column, float there) {
     float value = __fmul_rn(__fmul_rn(sum, left), right);
-    put(*c, __fadd_rn(value, bias ? up(bias[column]) : 0.0f));
+    put(*c, __fadd_rn(__fadd_rn(value, bias ? up(bias[column]) : 0.0f), there));
 }
 
 // Four columns a thread; n is a multiple of 16.
 extern "C" __global__ void __launch_bounds__(256)
 finish_rows(const float* __restrict__ sums, const float* __restrict__ left, const float* __restrict__ right,
-            const T* __restrict__ bias, T* __restrict__ c, i64 rows, i64 n) {
+            const T* __restrict__ bias, T* __restrict__ c, i64 rows, i64 n, int accumulate) {
     i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * 4;
     if (at >= rows * n) return;
     i64 row = at / n, column = at % n;
     float4 four = *reinterpret_cast<const float4*>(sums + at);
     float sum[4] = { four.x, four.y, four.z, four.w };
-    struct alignas(sizeof(T) * 4) Four { T at[4]; } out;
+    struct alignas(sizeof(T) * 4) Four { T at[4]; } out, there;
+    if (accumulate) there = *reinterpret_cast<const Four*>(c + at);
     #pragma unroll
-    for (int v = 0; v < 4; ++v) finish(&out.at[v], sum[v], left[row], right[column + v], bias, column + v);
+    for (int v = 0; v < 4; ++v)
+        finish(&out.at[v], sum[v], left[row], right[column + v], bias, column + v, accumulate ? up(there.at[v]) : 0.0f);
     *reinterpret_cast<Four*>(c + at) = out;
 }
 
@@ -211,7 +261,7 @@ finish_rows(const float* __restrict__ sums, const float* __restrict__ left, cons
 // A square of 16 x 16 a block, an element a thread; sums run over the depth in order.
 extern "C" __global__ void __launch_bounds__(256)
 plain_fp8(const u8* __restrict__ a, const float* __restrict__ left, const u8* __restrict__ b, const float* __restrict__ right,
-          const T* __restrict__ bias, T* __restrict__ c, i64 m, i64 n, i64 k) {
+          const T* __restrict__ bias, T* __restrict__ c, i64 m, i64 n, i64 k, int accumulate) {
     __shared__ float as[16][17];
     __shared__ float bs[16][17];
     i64 across = (n + 15) / 16, row = blockIdx.x / across * 16, column = blockIdx.x % across * 16;
@@ -226,6 +276,6 @@ plain_fp8(const u8* __restrict__ a, const float* __restrict__ left, const u8* __
         __syncthreads();
     }
     i64 r = row + y, s = column + x;
-    if (r < m && s < n) finish(c + r * n + s, sum, left[r], right[s], bias, s);
+    if (r < m && s < n) finish(c + r * n + s, sum, left[r], right[s], bias, s, accumulate ? up(c[r * n + s]) : 0.0f);
 }
 #endif

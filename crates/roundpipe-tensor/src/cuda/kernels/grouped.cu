@@ -1,12 +1,12 @@
 // Products of groups of rows, in any float type and strides; see grouped_mma.cu for 16-bit types.
-//   grouped:      y[rows of g] = x[rows of g] w[g]; rows past the last offset become 0. A block per tile of 64 rows
+//   grouped:      y[rows of g] = x[rows of g] w[g] (+ y); rows past the last offset become 0 (or stay). A block per tile of 64 rows
 //                 of a group and 64 columns; there are at most t / 64 + e + 1 tiles of rows.
 //   grouped_grad: d[g] = sum over the rows r of g of a[r]^T b[r] (+ d[g]). A block per tile of d[g], rows in order.
 // Macros: IN of the sources (T), OUT of the result (O). The tile's and the groups' text comes before this one.
 
 extern "C" __global__ void __launch_bounds__(256)
 grouped(const T* x, i64 x_row, i64 x_col, const T* w, i64 w_group, i64 w_row, i64 w_col, const int* offsets, O* y,
-        int t, int e, i64 k, i64 n, u32* alarm, u32 code) {
+        int t, int e, i64 k, i64 n, int accumulate, u32* alarm, u32 code) {
     check_offsets(offsets, e, t, alarm, code);
     int across = (int)((n + TILE - 1) / TILE);
     Place p = find_tile(offsets, e, t, blockIdx.x / across, TILE);
@@ -19,7 +19,9 @@ grouped(const T* x, i64 x_row, i64 x_col, const T* w, i64 w_group, i64 w_row, i6
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < 4; ++j) {
             i64 r = threadIdx.x / 16 + 16 * i, c = col + threadIdx.x % 16 + 16 * j;
-            if (r < p.rows && c < n) put(y[(p.row + r) * n + c], acc[i][j]);
+            if (r >= p.rows || c >= n) continue;
+            O* to_put = y + (p.row + r) * n + c;
+            put(*to_put, accumulate ? acc[i][j] + A(up(*to_put)) : acc[i][j]);
         }
 }
 

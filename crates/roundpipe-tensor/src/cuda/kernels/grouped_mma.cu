@@ -1,5 +1,5 @@
 // Products of groups of rows of 16-bit floats, by tensor cores (mma.sync m16n8k16, sums in float).
-//   grouped_mma:      y[rows of g] = x[rows of g] w[g]; rows past the last offset become 0. A block per tile of 128
+//   grouped_mma:      y[rows of g] = x[rows of g] w[g] (+ y); rows past the last offset become 0 (or stay). A block per tile of 128
 //                     rows of a group and 128 columns; there are at most t / 128 + e + 1 tiles of rows.
 //   grouped_grad_mma: d[g] = sum over the rows r of g of a[r]^T b[r] (+ d[g]). A block per tile of d[g], rows in order.
 //
@@ -191,7 +191,7 @@ __device__ __forceinline__ void store_tile(float (&acc)[4][WIDE / 8][4], O* d, i
 #ifdef FORWARD
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 grouped_mma(const u16* x, i64 x_line, i64 x_step, const u16* w, i64 w_group, i64 w_line, i64 w_step,
-            const int* offsets, O* y, int t, int e, i64 k, i64 n, int paired, u32* alarm, u32 code) {
+            const int* offsets, O* y, int t, int e, i64 k, i64 n, int paired, int accumulate, u32* alarm, u32 code) {
     extern __shared__ __align__(16) u16 shared[];
     check_offsets(offsets, e, t, alarm, code);
     // Tiles of one row of tiles are neighbours: they share their rows of x.
@@ -206,7 +206,7 @@ grouped_mma(const u16* x, i64 x_line, i64 x_step, const u16* w, i64 w_group, i64
     Source right = { matrix, w_line, w_step };
     float acc[4][WIDE / 8][4];
     tile_product_mma<1, RIGHT_BY_DEPTH>(acc, shared, left, p.rows, right, n - col, depth);
-    store_tile(acc, y + p.row * n + col, n, 1, p.rows, n - col, paired != 0, false);
+    store_tile(acc, y + p.row * n + col, n, 1, p.rows, n - col, paired != 0, accumulate != 0);
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 2)

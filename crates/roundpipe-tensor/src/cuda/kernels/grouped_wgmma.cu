@@ -1,5 +1,5 @@
-// Products of groups of rows of 16-bit floats on Hopper: y[rows of g] = x[rows of g] w[g], sums in float. Rows past the
-// last offset become 0. The tensor cores read tiles of shared memory (wgmma) that the copy engine fills (TMA).
+// Products of groups of rows of 16-bit floats on Hopper: y[rows of g] = x[rows of g] w[g] (+ y), sums in float. Rows past
+// the last offset become 0 (or stay). The tensor cores read tiles of shared memory (wgmma) that the copy engine fills (TMA).
 //
 // A block stays on its processor and takes every gridDim.x-th tile of 128 rows of a group and BN columns. Its third
 // warpgroup orders copies, STAGES steps of 64 of the depth ahead; the first two multiply, 64 rows each. Two barriers per
@@ -9,7 +9,7 @@
 // on its own row alone, and those are not written. Tiles of one matrix and the same columns are neighbours, so
 // that blocks which run together read the same part of w.
 // A row's sums run over the depth in order, 16 at a time; they depend on nothing but the row and the matrix.
-// Macros: OUT of the result (O), HALF (1: f16, 0: bf16), BN (64, 128 or 256), STAGES, RIGHT_BY_DEPTH (1: lines of w
+// Macros: OUT of the result (O), ADDS (1: to what is there), HALF (1: f16, 0: bf16), BN (64, 128 or 256), STAGES, RIGHT_BY_DEPTH (1: lines of w
 // are along the depth). The groups' text comes before this one.
 
 typedef OUT O;
@@ -137,10 +137,7 @@ __device__ __forceinline__ Work find_work(const int* offsets, int e, int t, int 
     return none;
 }
 
-// Two results of neighbouring columns.
-__device__ __forceinline__ void put_pair(float* p, float x, float y) { p[0] = x; p[1] = y; }
-__device__ __forceinline__ void put_pair(bf16* p, float x, float y) { *(u32*)p = bf16_pair(x, y); }
-__device__ __forceinline__ void put_pair(f16* p, float x, float y) { *(u32*)p = f16_pair(x, y); }
+// Two results of neighbouring columns in one word.
 __device__ __forceinline__ u32 narrow_pair(const bf16*, float x, float y) { return bf16_pair(x, y); }
 __device__ __forceinline__ u32 narrow_pair(const f16*, float x, float y) { return f16_pair(x, y); }
 __device__ __forceinline__ u32 narrow_pair(const float*, float, float) { return 0; }
@@ -157,6 +154,30 @@ __device__ __forceinline__ void exchange(u32 (&v)[4]) {
             u32 give = lane & step ? v[i] : v[i | step];
             u32 take = __shfl_xor_sync(0xffffffffu, give, step);
             if (lane & step) v[i] = take; else v[i | step] = take;
+        }
+    }
+}
+
+// Adds what y holds to the sums of the calling thread.
+__device__ __forceinline__ void add_there(float (&d)[BN / 2], const O* y, i64 n, int row, int rows, int col, bool whole) {
+    int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int r = first + half * 8;
+        if (r >= rows) continue;
+        const O* line = y + (i64)(row + r) * n + col;
+        #pragma unroll
+        for (int j = 0; j < BN / 8; ++j) {
+            int c = j * 8 + lane % 4 * 2;
+            if (whole) {
+                if (col + c >= n) continue;
+                struct __align__(2 * sizeof(O)) Two { O at[2]; } two = *(const Two*)(line + c);
+                d[j * 4 + half * 2] += up(two.at[0]);
+                d[j * 4 + half * 2 + 1] += up(two.at[1]);
+            } else {
+                if (col + c < n) d[j * 4 + half * 2] += up(line[c]);
+                if (col + c + 1 < n) d[j * 4 + half * 2 + 1] += up(line[c + 1]);
+            }
         }
     }
 }
@@ -236,10 +257,10 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     int stage = 0;
     u32 parity = 0;
     float d[BN / 2];
-    for (int tile = blockIdx.x;; tile += gridDim.x) {
-        Work work = find_work(offsets, e, t, tile, across);
-        if (work.rows == 0) return;
+    Work work = find_work(offsets, e, t, blockIdx.x, across), next;
+    for (int tile = blockIdx.x; work.rows > 0; tile += gridDim.x, work = next) {
         int count = work.group < e ? steps : 0, rows = work.rows - warpgroup * 64;
+        if (rows <= 0 || count == 0) next = find_work(offsets, e, t, tile + gridDim.x, across);
         if (rows <= 0) {
             // Nothing to multiply here; the stages are the other warpgroup's alone.
             for (int step = 0; step < count; ++step) {
@@ -267,6 +288,8 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 multiply(d, a, b, 1);
             }
             products_commit();
+            // The next tile is looked for while the tensor cores are at work.
+            if (step == 0) next = find_work(offsets, e, t, tile + gridDim.x, across);
             // The step before has ended when at most one is under way: its stage may be filled again.
             products_wait<1>();
             if (step > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
@@ -274,6 +297,9 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         }
         products_wait<0>();
         if (count > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+#if ADDS
+        add_there(d, y, n, work.row + warpgroup * 64, rows, work.col, whole != 0);
+#endif
         store(d, y, n, work.row + warpgroup * 64, rows, work.col, whole != 0);
     }
 }

@@ -100,6 +100,8 @@ struct Fp8Call<'a> {
     c: &'a View,
     left: Fp8,
     right: Fp8,
+    /// Whether the result is added to c.
+    accumulate: bool,
 }
 
 impl Fp8Call<'_> {
@@ -142,7 +144,9 @@ impl Fp8Call<'_> {
         };
         let bias = self.bias.filter(|_| applies_scales).map(|bias| bias.ptr);
         let out = (DType::U8, dtype, c);
-        let task = LtTask::new(shape, a, b, out, bias, [1.0, 0.0], workspace);
+        // Sums that are finished here begin at 0; c is added when they are.
+        let beta = f64::from(u8::from(self.accumulate && applies_scales));
+        let task = LtTask::new(shape, a, b, out, bias, [1.0, beta], workspace);
         let a_scales = self.a_scales.ptr + (first * size_of::<f32>()) as u64;
         let operands = Fp8Operands {
             left: self.left,
@@ -155,7 +159,11 @@ impl Fp8Call<'_> {
 
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
-pub(super) unsafe fn matmul(call: &Call<'_>, left: Fp8, right: Fp8) -> Result<()> {
+pub(super) unsafe fn matmul(
+    call: &Call<'_>,
+    [left, right]: [Fp8; 2],
+    accumulate: bool,
+) -> Result<()> {
     let product = Fp8Call {
         a: call.src(0),
         a_scales: call.src(1),
@@ -165,6 +173,7 @@ pub(super) unsafe fn matmul(call: &Call<'_>, left: Fp8, right: Fp8) -> Result<()
         c: call.dst(0),
         left,
         right,
+        accumulate,
     };
     if !TYPES.contains(&product.c.dtype) {
         let what = format!("gives no {} values", product.c.dtype);
@@ -264,7 +273,8 @@ unsafe fn finish(
         .maybe(product.bias)
         .ptr(c)
         .size(rows)
-        .size(n);
+        .size(n)
+        .i32(i32::from(product.accumulate));
     // SAFETY: the arguments are the kernel's; n is a multiple of 4 by the kernel's description, and
     // so are the addresses of whole rows.
     unsafe {
@@ -294,7 +304,8 @@ unsafe fn plainly(call: &Call<'_>, product: &Fp8Call<'_>) -> Result<()> {
         .ptr(product.c.ptr)
         .size(m)
         .size(n)
-        .size(k);
+        .size(k)
+        .i32(i32::from(product.accumulate));
     // SAFETY: the arguments are the kernel's; each thread writes one element of c.
     unsafe {
         call.launch(

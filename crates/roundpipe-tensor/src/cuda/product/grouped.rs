@@ -113,13 +113,13 @@ fn is_paired(view: &View, step: i64, others: &[i64]) -> bool {
 
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
-pub(super) unsafe fn forward(call: &Call<'_>) -> Result<()> {
+pub(super) unsafe fn forward(call: &Call<'_>, accumulate: bool) -> Result<()> {
     let (x, w, offsets, y) = (call.src(0), call.src(1), call.src(2), call.dst(0));
     let (t, k, n, e) = (rows_of(call, x)?, x.shape()[1], y.shape()[1], w.shape()[0]);
     if y.numel() == 0 {
         return Ok(());
     }
-    if let Some(plan) = hopper::GroupedPlan::of(call.gpu.capability, x, w) {
+    if let Some(plan) = hopper::GroupedPlan::of(call.gpu.capability, x, w, accumulate) {
         // SAFETY: the launch contract; the plan is of these operands.
         return unsafe { hopper::forward(call, plan) };
     }
@@ -141,7 +141,8 @@ pub(super) unsafe fn forward(call: &Call<'_>) -> Result<()> {
             .i32(t)
             .i32(e as i32)
             .size(k)
-            .size(n);
+            .size(n)
+            .i32(i32::from(accumulate));
         let unit = plain(x.dtype, y.dtype, "grouped");
         // SAFETY: the arguments are the kernel's; operands have these shapes by contract; blocks
         // write their own tiles.
@@ -171,7 +172,8 @@ pub(super) unsafe fn forward(call: &Call<'_>) -> Result<()> {
         .i32(e as i32)
         .size(k)
         .size(n)
-        .i32(paired);
+        .i32(paired)
+        .i32(i32::from(accumulate));
     let stages = stages(call.gpu.shared_memory);
     let unit = forward_unit(mma(x.dtype, y.dtype, "grouped_mma", stages, fast), by_depth);
     // SAFETY: as above.

@@ -38,11 +38,13 @@ pub(super) struct GroupedPlan {
     cols: usize,
     /// Whether lines of the matrices are along the depth.
     by_depth: bool,
+    /// Whether the result is added to.
+    adds: bool,
 }
 
 impl GroupedPlan {
     /// `None` where the kernel for all cards must do it: x [t, k] times w [e, k, n].
-    pub(super) fn of(capability: (i32, i32), x: &View, w: &View) -> Option<Self> {
+    pub(super) fn of(capability: (i32, i32), x: &View, w: &View, adds: bool) -> Option<Self> {
         let is_narrow = matches!(x.dtype, DType::BF16 | DType::F16);
         if capability != (9, 0) || !is_narrow {
             return None;
@@ -71,7 +73,11 @@ impl GroupedPlan {
             65..=128 => 128,
             _ => 256,
         };
-        Some(Self { cols, by_depth })
+        Some(Self {
+            cols,
+            by_depth,
+            adds,
+        })
     }
 
     fn stage_bytes(&self) -> usize {
@@ -86,6 +92,7 @@ impl GroupedPlan {
     fn unit(&self, src: DType, dst: DType) -> Unit {
         Unit::new("grouped_wgmma", TEXT, "grouped_wgmma")
             .with("OUT", c_type(dst))
+            .with("ADDS", u8::from(self.adds))
             .with("HALF", u8::from(src == DType::F16))
             .with("BN", self.cols)
             .with("STAGES", self.stages())
@@ -97,8 +104,12 @@ impl GroupedPlan {
 pub(super) fn units() -> Vec<Unit> {
     let mut units = Vec::new();
     for cols in [64, 128, 256] {
-        for by_depth in [false, true] {
-            let plan = GroupedPlan { cols, by_depth };
+        for (by_depth, adds) in [(false, false), (true, false), (false, true), (true, true)] {
+            let plan = GroupedPlan {
+                cols,
+                by_depth,
+                adds,
+            };
             let types = [DType::BF16, DType::F16];
             units.extend(types.map(|dtype| plan.unit(dtype, dtype)));
         }
@@ -120,20 +131,8 @@ pub(super) unsafe fn forward(call: &Call<'_>, plan: GroupedPlan) -> Result<()> {
     )?;
     let sw = w.layout.strides();
     let matrix_map = match plan.by_depth {
-        true => TensorMap::new(
-            call,
-            w,
-            &[k, n, e],
-            &[sw[2], sw[0]],
-            &[LINE, plan.cols, 1],
-        )?,
-        false => TensorMap::new(
-            call,
-            w,
-            &[n, k, e],
-            &[sw[1], sw[0]],
-            &[LINE, TILE_DEPTH, 1],
-        )?,
+        true => TensorMap::new(call, w, &[k, n, e], &[sw[2], sw[0]], &[LINE, plan.cols, 1])?,
+        false => TensorMap::new(call, w, &[n, k, e], &[sw[1], sw[0]], &[LINE, TILE_DEPTH, 1])?,
     };
     let whole = y.ptr.is_multiple_of(16) && n.is_multiple_of(8);
     let tiles = (t / TILE_ROWS + e + 1).saturating_mul(n.div_ceil(plan.cols));
@@ -223,6 +222,7 @@ mod tests {
             let plan = GroupedPlan {
                 cols,
                 by_depth: true,
+                adds: false,
             };
             assert!(plan.stages() >= 4, "{cols} columns");
             let bytes = plan.stages() * plan.stage_bytes() + 1024;
