@@ -432,7 +432,7 @@ mod tests {
                 1 => word & 0xffff_0000 | 0x8000,
                 2 => word & 0x807f_ffff,
                 3 => 0x7f7f_8000 | word & 0x8000_0000,
-                4 if i % 97 == 0 => 0x7f80_0000 | word & 0x8000_0000,
+                4 if i.is_multiple_of(97) => 0x7f80_0000 | word & 0x8000_0000,
                 5 => 0x3f80_8000 | word & 0x0001_0000,
                 _ => 0x3f00_0000 | word & 0x80ff_ffff,
             }
