@@ -257,7 +257,7 @@ impl Model {
         let c = &config;
         let rope = RopeTables::zeros(c.max_positions, c.head_dim)?;
         let embed = Embed {
-            weight: make.normal(&[c.vocab, c.hidden], 0.02)?,
+            weight: make.normal(&[c.vocab, c.hidden], 0.02)?.embedding(),
             noise: 0.0,
         };
         let blocks: TensorResult<Vec<_>> = (0..c.layers)

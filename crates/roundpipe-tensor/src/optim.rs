@@ -27,6 +27,7 @@ mod muon;
 mod sgd;
 mod simd;
 mod split;
+mod split_adam;
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -47,6 +48,7 @@ pub use moments::{
 pub use muon::{AdjustLr, Muon, MuonSlabs};
 pub use sgd::{Sgd, SgdSlabs};
 pub use split::{Remainders, RemaindersMut, follow_split, join, remainder_bytes, split};
+pub use split_adam::{RandomMoment, SplitAdamMoments, SplitAdamSlabs};
 
 use simd::GradFactors;
 

@@ -32,6 +32,7 @@ struct ParamInner {
     dtype: DType,
     data: RwLock<HostBuf>,
     trainable: AtomicBool,
+    embedding: AtomicBool,
     keeper: RwLock<Option<Weak<dyn Keeper>>>,
 }
 
@@ -62,13 +63,13 @@ impl Param {
         let shape = Shape::new(dims)?;
         data.place_all(NAME, dtype, &shape)?;
         let data = RwLock::new(data);
-        let (trainable, keeper) = (AtomicBool::new(true), RwLock::new(None));
         Ok(Self(Arc::new(ParamInner {
             shape,
             dtype,
             data,
-            trainable,
-            keeper,
+            trainable: AtomicBool::new(true),
+            embedding: AtomicBool::new(false),
+            keeper: RwLock::new(None),
         })))
     }
 
@@ -272,6 +273,20 @@ impl Param {
     #[must_use]
     pub fn frozen(self) -> Self {
         self.set_trainable(false);
+        self
+    }
+
+    /// Whether layers read single rows of it by index, as those of a vocabulary. Rows then get
+    /// gradients that differ by orders of magnitude, and optimizers keep more bits for them
+    /// (`MomentType::Bits8`).
+    pub fn is_embedding(&self) -> bool {
+        self.0.embedding.load(Ordering::Relaxed)
+    }
+
+    /// The same parameter, as a table of rows that layers read by index (for all clones).
+    #[must_use]
+    pub fn embedding(self) -> Self {
+        self.0.embedding.store(true, Ordering::Relaxed);
         self
     }
 

@@ -50,6 +50,9 @@ pub struct RngKey {
     high: u64,
 }
 
+/// Blocks that are computed side by side.
+const SIDE: usize = 64;
+
 impl RngKey {
     /// The two halves, for kernels on other devices: Philox key and high half of the counter.
     pub fn parts(&self) -> (u64, u64) {
@@ -66,6 +69,42 @@ impl RngKey {
             (self.high >> 32) as u32,
         ];
         philox(counter, [self.key as u32, (self.key >> 32) as u32])
+    }
+
+    /// Writes the halves of the words of blocks from `first` on, lower halves first. Up to 64 blocks
+    /// are computed side by side: a loop that long becomes vectors of the caller's instruction set.
+    #[inline(always)]
+    pub(crate) fn fill_halves(&self, first: u64, blocks: &mut [[u16; 8]]) {
+        for (i, blocks) in blocks.chunks_mut(SIDE).enumerate() {
+            let words = self.side_by_side(first + (i * SIDE) as u64);
+            for (j, halves) in blocks.iter_mut().enumerate() {
+                for k in 0..4 {
+                    halves[2 * k] = words[k][j] as u16;
+                    halves[2 * k + 1] = (words[k][j] >> 16) as u16;
+                }
+            }
+        }
+    }
+
+    /// [`SIDE`] blocks: all first words, all second ones, and so on.
+    #[inline(always)]
+    fn side_by_side(&self, first: u64) -> [[u32; SIDE]; 4] {
+        let [mut a, mut b] = [[0; SIDE]; 2];
+        for i in 0..SIDE {
+            let block = first + i as u64;
+            a[i] = block as u32;
+            b[i] = (block >> 32) as u32;
+        }
+        let mut c = [self.high as u32; SIDE];
+        let mut d = [(self.high >> 32) as u32; SIDE];
+        let mut key = [self.key as u32, (self.key >> 32) as u32];
+        for _ in 0..10 {
+            for i in 0..SIDE {
+                [a[i], b[i], c[i], d[i]] = philox_round([a[i], b[i], c[i], d[i]], key);
+            }
+            key = next_key(key);
+        }
+        [a, b, c, d]
     }
 
     /// Word of element `i`.
@@ -93,21 +132,31 @@ pub fn normal_pair(a: u32, b: u32) -> [f32; 2] {
 fn philox(mut ctr: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {
-            key = [
-                key[0].wrapping_add(0x9E37_79B9),
-                key[1].wrapping_add(0xBB67_AE85),
-            ];
+            key = next_key(key);
         }
-        let p0 = u64::from(ctr[0]) * 0xD251_1F53;
-        let p1 = u64::from(ctr[2]) * 0xCD9E_8D57;
-        ctr = [
-            (p1 >> 32) as u32 ^ ctr[1] ^ key[0],
-            p1 as u32,
-            (p0 >> 32) as u32 ^ ctr[3] ^ key[1],
-            p0 as u32,
-        ];
+        ctr = philox_round(ctr, key);
     }
     ctr
+}
+
+#[inline(always)]
+fn next_key(key: [u32; 2]) -> [u32; 2] {
+    [
+        key[0].wrapping_add(0x9E37_79B9),
+        key[1].wrapping_add(0xBB67_AE85),
+    ]
+}
+
+#[inline(always)]
+fn philox_round(ctr: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let p0 = u64::from(ctr[0]) * 0xD251_1F53;
+    let p1 = u64::from(ctr[2]) * 0xCD9E_8D57;
+    [
+        (p1 >> 32) as u32 ^ ctr[1] ^ key[0],
+        p1 as u32,
+        (p0 >> 32) as u32 ^ ctr[3] ^ key[1],
+        p0 as u32,
+    ]
 }
 
 #[cfg(test)]
@@ -125,6 +174,22 @@ mod tests {
             philox([u32::MAX; 4], [u32::MAX; 2]),
             [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
         );
+    }
+
+    #[test]
+    fn blocks_side_by_side_are_those_one_by_one() {
+        let key = RngSite::default().key();
+        for first in [0, 7, u64::from(u32::MAX) - 3] {
+            for len in [1, 64, 150] {
+                let mut blocks = vec![[0; 8]; len];
+                key.fill_halves(first, &mut blocks);
+                for (i, halves) in blocks.iter().enumerate() {
+                    let words = key.block(first + i as u64);
+                    let expected = words.map(|word| [word as u16, (word >> 16) as u16]);
+                    assert_eq!(halves[..], *expected.as_flattened());
+                }
+            }
+        }
     }
 
     #[test]

@@ -90,7 +90,7 @@ pub fn training_budget_of(
         if optim_dtype != param.dtype() {
             budget.masters += HostBudget::master_bytes(param);
         }
-        budget.moments += rule.moment_bytes(param.shape(), param.dtype(), optim_dtype, moments);
+        budget.moments += rule.moment_bytes(param, optim_dtype, moments);
     }
     // Each layer has a gradient of its own for a weight that it shares, as a tied head does.
     let mut seen = BTreeSet::new();

@@ -673,7 +673,7 @@ impl Settings {
         key!(stages, Free, "at least so many stages; planned by default");
         key!(dtype, Fixed, "bf16, f16 or f32; the model's own on GPUs, f32 on a processor");
         key!(state_dtype, Fixed, "of the optimizer's masters and moments: f32, or bf16 for half the memory");
-        key!(moments, Fixed, "of the optimizer: \"f32\", \"bf16\" (rounded at random) or \"8bit\" (by blocks): 14, 10 or 8 bytes of host memory a bf16 weight in all");
+        key!(moments, Fixed, "of the optimizer: \"f32\", \"bf16\" (rounded at random) or \"8bit\" (by blocks; embeddings stay f32): 14, 10 or 8 bytes of host memory a bf16 weight in all");
         key!(lag, Fixed, "0: every step sees the newest weights; 1: the update runs beside the next step (2% faster, 2 bytes a weight more)");
         key!(recompute_all, Free, "keep no results of forwards for their recompute (slower, less GPU memory)");
         key!(grain, Free, "recompute by \"stage\" or by \"layer\" (less GPU memory)");

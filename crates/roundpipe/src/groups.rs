@@ -5,7 +5,7 @@
 //! a pattern nor a closure, and each parameter is still one fused pass.
 //!
 //! Refused: a pattern that matches no trained parameter, a setting that the rule does not have, one
-//! that it does not accept, and another rule for a parameter whose moments exist.
+//! that it does not accept, and another rule or type for moments that exist.
 //!
 //! # Invariants
 //! - The first group that matches a parameter decides alone; without one the rule's own settings
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use roundpipe_tensor::Shape;
 
 use crate::error::{Error, Result};
-use crate::optim::{ParamSettings, Rule};
+use crate::optim::{MomentType, ParamSettings, Rule};
 
 /// Which parameters a group means, by full dotted name and sizes.
 type Predicate = dyn Fn(&str, &Shape) -> bool + Send + Sync;
@@ -103,6 +103,15 @@ impl ParamGroup {
     #[must_use]
     pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
         self.settings.betas = Some((beta1, beta2));
+        self
+    }
+
+    /// In what moments are kept, instead of [`Builder::moments`](crate::Builder::moments), which
+    /// leaves those of embeddings in f32 where others have 8 bits. They are made when training
+    /// begins, so this cannot change after that.
+    #[must_use]
+    pub fn moments(mut self, moments: MomentType) -> Self {
+        self.settings.moments = Some(moments);
         self
     }
 

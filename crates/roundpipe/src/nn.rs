@@ -126,7 +126,7 @@ impl Embedding {
     /// When the system has no memory.
     pub fn new(init: &mut Init, count: usize, width: usize, std: f64) -> Result<Self> {
         Ok(Self {
-            weight: init.normal(&[count, width], std)?,
+            weight: init.normal(&[count, width], std)?.embedding(),
         })
     }
 }

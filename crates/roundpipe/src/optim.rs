@@ -82,6 +82,8 @@ pub(crate) struct ParamSettings {
     pub lr_factor: f64,
     pub weight_decay: Option<f64>,
     pub betas: Option<(f64, f64)>,
+    /// Those of a group; once resolved, those of the parameter.
+    pub moments: Option<MomentType>,
     pub frozen: bool,
 }
 
@@ -92,6 +94,7 @@ impl Default for ParamSettings {
             lr_factor: 1.0,
             weight_decay: None,
             betas: None,
+            moments: None,
             frozen: false,
         }
     }
@@ -216,15 +219,9 @@ impl Rule {
 
     /// Bytes of the moments of a trained parameter, with masters and moments in `optim_dtype` where
     /// the parameter has that type, and moments as `asked` elsewhere.
-    pub fn moment_bytes(
-        &self,
-        shape: &Shape,
-        dtype: DType,
-        optim_dtype: DType,
-        asked: MomentType,
-    ) -> u64 {
-        let state = state_dtype("", dtype, optim_dtype).unwrap_or(DType::F32);
-        let parts = self.moment_parts(shape, state, asked);
+    pub fn moment_bytes(&self, param: &Param, optim_dtype: DType, asked: MomentType) -> u64 {
+        let state = state_dtype("", param.dtype(), optim_dtype).unwrap_or(DType::F32);
+        let parts = self.moment_parts(param.shape(), state, moments_of(param, asked));
         parts.iter().map(|part| part.bytes() as u64).sum()
     }
 
@@ -362,6 +359,16 @@ impl fmt::Display for Rule {
             Self::Muon { .. } => "Muon",
             Self::Sgd(_) => "SGD",
         })
+    }
+}
+
+/// What moments of the store's type are for one parameter. Embeddings keep f32 where others have 8
+/// bits: a block of 256 elements has rows of tokens that are common and rare, and 8 bits forget the
+/// second moments of the rare ones.
+pub(crate) fn moments_of(param: &Param, asked: MomentType) -> MomentType {
+    match asked {
+        MomentType::Bits8 if param.is_embedding() => MomentType::F32,
+        other => other,
     }
 }
 

@@ -51,7 +51,7 @@ pub(crate) use self::writes::Overwritten;
 use crate::error::Result;
 use crate::groups::ResolvedGroups;
 use crate::layer::Layer;
-use crate::optim::{MomentType, Rule};
+use crate::optim::Rule;
 use crate::sync::lock;
 use crate::version::{Abort, Aborted, Gate};
 
@@ -199,9 +199,9 @@ impl Store {
         }
     }
 
-    /// In what moments are kept, and the seed of what rounds them.
-    pub(crate) fn moment_settings(&self) -> (MomentType, u64) {
-        (self.shared.config.moments, self.shared.config.seed)
+    /// The seed of what rounds moments.
+    pub(crate) fn moment_seed(&self) -> u64 {
+        self.shared.config.seed
     }
 
     /// Whether a gradient was written since the last update.

@@ -471,6 +471,7 @@ impl Store {
                     .into_iter()
                     .map(all)
                     .collect::<Result<_, _>>()?,
+                moment_type: here.moment_type(index)?,
                 backup: None,
             };
             if written {

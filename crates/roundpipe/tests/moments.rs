@@ -4,13 +4,13 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use roundpipe::nn::{Init, Linear};
+use roundpipe::nn::{Embedding, Init, Linear};
 use roundpipe::optim::{Adafactor, AdamW, Lion, Muon, Sgd};
 use roundpipe::testing::{Store, StoreConfig};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, HostTensor, Lag, Layer, MomentType, Param, ParamVisitor, Params,
-    Pin, RingOptions, RngSite, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree,
-    Update, bf16,
+    Bytes, Cpu, Cx, DType, Device, HostTensor, Lag, Layer, MomentType, Param, ParamGroup,
+    ParamVisitor, Params, Pin, RingOptions, RngSite, RoundPipe, Rule, RunConfig, Sequential,
+    Tensor, TensorResult, Tree, Update, bf16,
 };
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{self, AdamSlabs, DynamicMap, Floats, FloatsMut, StepSettings};
@@ -81,8 +81,8 @@ fn a_parameter_takes_14_10_or_8_bytes() {
                 "{moments}, {lag:?}"
             );
             let rule = Rule::from(AdamW::default());
-            let shape = store.layer(0).params()[0].shape;
-            let promised = rule.moment_bytes(&shape, DType::BF16, DType::F32, moments);
+            let param = &store.layer(0).params()[0].param;
+            let promised = rule.moment_bytes(param, DType::F32, moments);
             assert_eq!(used.moments as u64, promised);
         }
     }
@@ -104,6 +104,78 @@ fn small_moments_stay_f32() {
     assert_eq!(bytes(&[4095], adamw, MomentType::Bits8), 2 * 4 * 4095);
     assert_eq!(bytes(&[4096], adamw, MomentType::Bits8), 2 * (4096 + 64));
     assert_eq!(bytes(&[7], adamw, MomentType::Bf16), 2 * (14 + 2) - 4);
+}
+
+/// Embeddings keep f32 moments where others have 8 bits, tied ones too, unless their group says
+/// otherwise; the other types are for all.
+#[test]
+fn embeddings_keep_f32_moments_beside_8_bits() {
+    let (rows, width) = (64, 128);
+    let numel = rows * width;
+    let in_8_bits = 2 * (numel + numel / 64);
+    let bytes = |moments, group: Option<MomentType>| {
+        let mut init = Init::new(1, DType::BF16);
+        let table = Embedding::new(&mut init, rows, width, 0.5).unwrap();
+        let tied = One(table.weight.clone());
+        let other = Linear::new(&mut init, width, rows, false).unwrap();
+        let model = Sequential::new()
+            .with(One(table.weight))
+            .with(other)
+            .with(tied);
+        let mut promised = 0;
+        for (_, param) in &model.named_params()[..2] {
+            promised += Rule::from(AdamW::default()).moment_bytes(param, DType::F32, moments);
+        }
+        let groups = group.map(|moments| ParamGroup::matching("0.weight").moments(moments));
+        let engine = RoundPipe::builder(model)
+            .optimizer(Rule::AdamW(AdamW::default()))
+            .moments(moments)
+            .groups(groups)
+            .devices([Cpu::new(Some(1)).unwrap() as Arc<dyn Device>])
+            .build()
+            .unwrap();
+        // Makes the optimizer's memory.
+        engine.training_state().unwrap();
+        (engine.host_bytes().moments, promised as usize)
+    };
+    let of = |moments, group| bytes(moments, group).0;
+    let (held, promised) = bytes(MomentType::Bits8, None);
+    assert_eq!(held, 8 * numel + in_8_bits);
+    assert_eq!(held, promised);
+    assert_eq!(
+        of(MomentType::Bits8, Some(MomentType::Bits8)),
+        2 * in_8_bits
+    );
+    assert_eq!(
+        of(MomentType::Bits8, Some(MomentType::Bf16)),
+        4 * numel + in_8_bits
+    );
+    assert_eq!(of(MomentType::Bf16, None), 8 * numel);
+    assert_eq!(
+        of(MomentType::F32, Some(MomentType::Bits8)),
+        8 * numel + in_8_bits
+    );
+}
+
+/// The type of moments that exist cannot change, and a state in bf16 has no other.
+#[test]
+fn a_group_cannot_change_moments_that_exist() {
+    let engine = engine(1, Lag::Zero, MomentType::Bits8);
+    let group = |moments| [ParamGroup::matching("0.weight").moments(moments)];
+    engine.set_groups(group(MomentType::Bf16)).unwrap();
+    steps(&engine, Lag::Zero, 0..2);
+    let error = engine.set_groups(group(MomentType::F32)).unwrap_err();
+    assert!(error.to_string().contains("0.weight"), "{error}");
+    engine.set_groups(group(MomentType::Bf16)).unwrap();
+    steps(&engine, Lag::Zero, 2..3);
+    let narrow = RoundPipe::builder(model())
+        .optimizer(Rule::AdamW(AdamW::default()))
+        .optim_dtype(DType::BF16)
+        .groups(group(MomentType::Bits8))
+        .devices([Cpu::new(Some(1)).unwrap() as Arc<dyn Device>])
+        .build();
+    let error = narrow.err().unwrap().to_string();
+    assert!(error.contains("moments"), "{error}");
 }
 
 fn grads(step: u64, numel: usize) -> Vec<bf16> {

@@ -26,7 +26,7 @@ use super::{
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
-const OP: &str = "adam";
+pub(super) const OP: &str = "adam";
 
 /// Hyperparameters of Adam; the default is PyTorch's, without weight decay.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -227,7 +227,7 @@ impl AdamRule {
         }))
     }
 
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let AdamW {
             beta1,
             beta2,
@@ -263,7 +263,7 @@ impl AdamRule {
         }
     }
 
-    fn factors(&self, step_settings: StepSettings) -> AdamFactors {
+    pub(super) fn factors(&self, step_settings: StepSettings) -> AdamFactors {
         let StepSettings { step, lr, .. } = step_settings;
         let AdamW {
             beta1,
@@ -308,7 +308,7 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
 
 /// What all parameters share in one step.
 #[derive(Debug, Clone, Copy)]
-struct AdamFactors {
+pub(super) struct AdamFactors {
     grad: GradFactors,
     keep: f32,
     /// 0 when weight decay does not go through the gradient.
@@ -418,17 +418,17 @@ impl<G: SlabElement, W: SlabElement> SlabPass for AdamPass<'_, G, W> {
 }
 
 /// Weights and moments of one block, the largest second moment with `amsgrad` only.
-struct AdamBlock<'a> {
-    p: &'a mut [f32; LANES],
-    m: &'a mut [f32; LANES],
-    v: &'a mut [f32; LANES],
-    x: Option<&'a mut [f32; LANES]>,
+pub(super) struct AdamBlock<'a> {
+    pub(super) p: &'a mut [f32; LANES],
+    pub(super) m: &'a mut [f32; LANES],
+    pub(super) v: &'a mut [f32; LANES],
+    pub(super) x: Option<&'a mut [f32; LANES]>,
 }
 
 /// [`AdamFactors`] in every lane.
 #[derive(Clone, Copy)]
-struct AdamUpdate<S: Simd> {
-    s: S,
+pub(super) struct AdamUpdate<S: Simd> {
+    pub(super) s: S,
     with_penalty: bool,
     grad: GradReader<S>,
     keep: S::V,
@@ -444,7 +444,7 @@ struct AdamUpdate<S: Simd> {
 
 impl<S: Simd> AdamUpdate<S> {
     #[inline(always)]
-    fn new(s: S, f: AdamFactors) -> Self {
+    pub(super) fn new(s: S, f: AdamFactors) -> Self {
         Self {
             s,
             with_penalty: f.penalty != 0.0,
@@ -464,7 +464,7 @@ impl<S: Simd> AdamUpdate<S> {
     /// Updates one block, of which `live` elements count. Returns whether one kept its values
     /// because new ones were not finite.
     #[inline(always)]
-    fn block<G: SlabElement, W: SlabElement>(
+    pub(super) fn block<G: SlabElement, W: SlabElement>(
         &self,
         live: usize,
         grad: &[G; LANES],
@@ -473,23 +473,36 @@ impl<S: Simd> AdamUpdate<S> {
     ) -> bool {
         let s = self.s;
         let AdamBlock { p, m, v, x } = state;
+        let largest = x.as_deref().map(|x| s.load(x));
+        let new = self.values(s.load(p), grad, s.load(m), s.load(v), largest);
+        commit(s, live, new, [Some(p), Some(m), Some(v), x], w)
+    }
+
+    /// The new weights, first and second moments and largest second moments, which are the second
+    /// ones where there is no slab for them.
+    #[inline(always)]
+    pub(super) fn values<G: SlabElement>(
+        &self,
+        old: S::V,
+        grad: &[G; LANES],
+        m: S::V,
+        v: S::V,
+        largest: Option<S::V>,
+    ) -> [S::V; 4] {
+        let s = self.s;
         let mut g = self.grad.read(grad);
-        let old = s.load(p);
         if self.with_penalty {
             g = s.add(g, s.mul(old, self.penalty));
         }
-        let first = s.add(s.mul(s.load(m), self.beta1), s.mul(g, self.rest1));
-        let second = s.add(s.mul(s.load(v), self.beta2), s.mul(s.mul(g, self.rest2), g));
-        let largest = x.as_deref().map_or(second, |x| s.max(s.load(x), second));
+        let first = s.add(s.mul(m, self.beta1), s.mul(g, self.rest1));
+        let second = s.add(s.mul(v, self.beta2), s.mul(s.mul(g, self.rest2), g));
+        let largest = match largest {
+            Some(largest) => s.max(largest, second),
+            None => second,
+        };
         let denominator = s.add(s.mul(s.sqrt(largest), self.root), self.eps);
         let change = s.div(s.mul(first, self.step), denominator);
         let new = s.sub(s.mul(old, self.keep), change);
-        commit(
-            s,
-            live,
-            [new, first, second, largest],
-            [Some(p), Some(m), Some(v), x],
-            w,
-        )
+        [new, first, second, largest]
     }
 }

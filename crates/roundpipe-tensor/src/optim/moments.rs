@@ -38,7 +38,8 @@ pub enum MomentType {
     F32,
     /// 2 bytes, rounded at random, right on average.
     Bf16,
-    /// One byte, and four per block of 256: dynamic quantisation by blocks.
+    /// One byte, and four per block of 256: dynamic quantisation by blocks. Small parameters and
+    /// embeddings stay f32.
     Bits8,
 }
 
@@ -310,7 +311,7 @@ pub fn round_randomly(
 
 /// One element with 16 random bits.
 #[inline(always)]
-fn round_with(x: f32, random: u32) -> bf16 {
+pub(super) fn round_with(x: f32, random: u32) -> bf16 {
     let bits = x.to_bits();
     if !x.is_finite() {
         return bf16::from_f32(x);

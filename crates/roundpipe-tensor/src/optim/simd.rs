@@ -38,6 +38,17 @@ pub(super) trait Simd: Copy {
     fn store(self, v: Self::V, dst: &mut [f32; LANES]);
     /// To nearest even; a NaN stays one (quiet).
     fn store_bf16(self, v: Self::V, dst: &mut [bf16; LANES]);
+    /// To the bf16 above or below by 16 random bits per lane, as `round_with` in module `moments`.
+    fn store_bf16_random(self, v: Self::V, random: &[u16; LANES], dst: &mut [bf16; LANES]);
+    /// `(weight << 16) + low` by patterns, with `low` as a signed number: the masters of weights
+    /// that are no NaN and have no tie bit (module `split`). A NaN stays one.
+    fn load_split(self, weights: &[bf16; LANES], low: &[u16; LANES]) -> Self::V;
+    /// Whether all lanes are finite in bf16 too, and none lies midway between two bf16 with an even
+    /// upper half: then [`Simd::store_split`] is all there is to a master.
+    fn splits_simply(self, v: Self::V) -> bool;
+    /// The weights and the low halves of masters. The low halves are right in any case, the weights
+    /// where [`Simd::splits_simply`].
+    fn store_split(self, v: Self::V, weights: &mut [bf16; LANES], low: &mut [u16; LANES]);
     /// To nearest even; a NaN stays one (quiet).
     fn store_f16(self, v: Self::V, dst: &mut [f16; LANES]);
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
@@ -236,7 +247,7 @@ impl<S: Simd> GradReader<S> {
 
 /// Reads up to [`LANES`] elements, zeros after them.
 #[inline(always)]
-pub(super) fn padded<T: SlabElement>(src: &[T]) -> [T; LANES] {
+pub(super) fn padded<T: Copy + Default>(src: &[T]) -> [T; LANES] {
     let mut block = [T::default(); LANES];
     block[..src.len()].copy_from_slice(src);
     block

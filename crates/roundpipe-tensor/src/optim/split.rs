@@ -23,7 +23,7 @@ use std::ops::Range;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::simd::{LANES, PassIsa, Simd, SlabPass};
+use super::simd::{LANES, PassIsa, Simd, SlabPass, padded};
 use super::{CHUNK, check_len, for_each};
 use crate::cpu::threads::Threads;
 use crate::error::Result;
@@ -259,18 +259,180 @@ fn join_bits(weight: u16, low: u16, tie: bool) -> u32 {
         let high = weight ^ (u16::from(tie) << 6);
         return u32::from(high) << 16 | u32::from(low);
     }
-    near(weight, low).wrapping_add(u32::from(tie) << 16)
-}
-
-/// The master of a weight that is no NaN, without a tie bit.
-#[inline(always)]
-fn near(weight: u16, low: u16) -> u32 {
-    (u32::from(weight) << 16).wrapping_add(i32::from(low as i16) as u32)
+    let near = (u32::from(weight) << 16).wrapping_add(i32::from(low as i16) as u32);
+    near.wrapping_add(u32::from(tie) << 16)
 }
 
 #[inline(always)]
 fn is_nan(weight: u16) -> bool {
     weight & 0x7fff > 0x7f80
+}
+
+/// Weights and remainders that a rule's own pass joins and splits in registers.
+pub(super) struct SplitSlabs<'a> {
+    /// The newest weights, where the next ones go to another slab.
+    pub(super) newest: Option<&'a [bf16]>,
+    /// Where the next weights go.
+    pub(super) weights: &'a mut [bf16],
+    pub(super) remainders: RemaindersMut<'a>,
+}
+
+impl<'a> SplitSlabs<'a> {
+    /// Refuses slabs of another length.
+    pub(super) fn check_len(&self, op: &'static str, len: usize) -> Result<()> {
+        check_len(op, "weights", self.weights.len(), len)?;
+        check_len(op, "remainder", self.remainders.low.len(), len)?;
+        match self.newest {
+            Some(newest) => check_len(op, "newest weights", newest.len(), len),
+            None => Ok(()),
+        }
+    }
+
+    /// In pieces of [`CHUNK`] elements, the last one shorter.
+    pub(super) fn chunks(&mut self) -> impl Iterator<Item = SplitSlabs<'_>> {
+        let mut newest = self.newest.map(|newest| newest.chunks(CHUNK));
+        let chunks = self.weights.chunks_mut(CHUNK);
+        let chunks = chunks.zip(self.remainders.chunks(CHUNK));
+        chunks.map(move |(weights, remainders)| SplitSlabs {
+            newest: newest.as_mut().and_then(Iterator::next),
+            weights,
+            remainders,
+        })
+    }
+
+    /// Whole blocks, and the elements behind them.
+    #[inline(always)]
+    pub(super) fn blocks(self) -> (SplitBlocks<'a>, SplitRest<'a>) {
+        let (newest, newest_rest) = self.newest.map(|newest| newest.as_chunks()).unzip();
+        let (weights, weights_rest) = self.weights.as_chunks_mut();
+        let (low, low_rest) = self.remainders.low.as_chunks_mut();
+        let (ties, ties_rest) = self.remainders.ties.split_at_mut(low.len());
+        let blocks = SplitBlocks {
+            newest,
+            weights,
+            low,
+            ties,
+        };
+        let rest = SplitRest {
+            newest: newest_rest,
+            weights: weights_rest,
+            low: low_rest,
+            ties: ties_rest.first_mut(),
+        };
+        (blocks, rest)
+    }
+}
+
+/// Whole blocks of [`SplitSlabs`].
+pub(super) struct SplitBlocks<'a> {
+    newest: Option<&'a [[bf16; LANES]]>,
+    weights: &'a mut [[bf16; LANES]],
+    low: &'a mut [[u16; LANES]],
+    ties: &'a mut [u16],
+}
+
+impl SplitBlocks<'_> {
+    /// One of them. Panics when it is out of bounds.
+    #[inline(always)]
+    pub(super) fn at(&mut self, i: usize) -> SplitBlock<'_> {
+        SplitBlock {
+            newest: self.newest.map(|newest| &newest[i]),
+            weights: &mut self.weights[i],
+            low: &mut self.low[i],
+            ties: &mut self.ties[i],
+        }
+    }
+}
+
+/// The elements of [`SplitSlabs`] behind the last whole block.
+pub(super) struct SplitRest<'a> {
+    newest: Option<&'a [bf16]>,
+    weights: &'a mut [bf16],
+    low: &'a mut [u16],
+    ties: Option<&'a mut u16>,
+}
+
+impl SplitRest<'_> {
+    /// Copies to a block of their own, zeros behind them.
+    #[inline(always)]
+    pub(super) fn padded(&self) -> PaddedSplit {
+        PaddedSplit {
+            weights: padded(self.newest.unwrap_or(self.weights)),
+            low: padded(self.low),
+            ties: self.ties.as_deref().copied().unwrap_or(0),
+        }
+    }
+
+    /// Takes them back.
+    #[inline(always)]
+    pub(super) fn copy_from(self, from: &PaddedSplit) {
+        self.weights
+            .copy_from_slice(&from.weights[..self.weights.len()]);
+        self.low.copy_from_slice(&from.low[..self.low.len()]);
+        if let Some(ties) = self.ties {
+            *ties = from.ties;
+        }
+    }
+}
+
+/// A block that is longer than what is left of its slabs.
+pub(super) struct PaddedSplit {
+    weights: [bf16; LANES],
+    low: [u16; LANES],
+    ties: u16,
+}
+
+impl PaddedSplit {
+    #[inline(always)]
+    pub(super) fn block(&mut self) -> SplitBlock<'_> {
+        SplitBlock {
+            newest: None,
+            weights: &mut self.weights,
+            low: &mut self.low,
+            ties: &mut self.ties,
+        }
+    }
+}
+
+/// Sixteen weights and their remainders.
+pub(super) struct SplitBlock<'a> {
+    newest: Option<&'a [bf16; LANES]>,
+    /// Where the next weights go, rounded from masters.
+    pub(super) weights: &'a mut [bf16; LANES],
+    low: &'a mut [u16; LANES],
+    ties: &'a mut u16,
+}
+
+impl SplitBlock<'_> {
+    /// The masters, where there is no tie bit and no NaN. With a tie bit it is `None`; a NaN stays
+    /// one.
+    #[inline(always)]
+    pub(super) fn load_simple<S: Simd>(&self, s: S) -> Option<S::V> {
+        if *self.ties != 0 {
+            return None;
+        }
+        let newest = self.newest.unwrap_or(self.weights);
+        Some(s.load_split(newest, self.low))
+    }
+
+    /// Writes masters that split simply, where [`SplitBlock::load_simple`] was not `None`.
+    #[inline(always)]
+    pub(super) fn store_simple<S: Simd>(&mut self, s: S, master: S::V) {
+        s.store_split(master, self.weights, self.low);
+    }
+
+    /// The masters.
+    #[inline(always)]
+    pub(super) fn load<S: Simd>(&self, s: S) -> S::V {
+        let newest = self.newest.unwrap_or(self.weights);
+        join_block(s, newest, self.low, *self.ties)
+    }
+
+    /// Writes what new masters have beyond their weights.
+    #[inline(always)]
+    pub(super) fn store_remainders<S: Simd>(self, s: S, master: S::V) {
+        store_remainders(s, master, self.low, self.ties);
+    }
 }
 
 struct JoinPass<'a> {
@@ -283,30 +445,36 @@ impl SlabPass for JoinPass<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
-        let (weights, weights_rest) = self.weights.reinterpret_cast().as_chunks::<TIES>();
-        let (low, low_rest) = self.remainders.low.as_chunks::<TIES>();
-        let (master, master_rest) = self.master.as_chunks_mut::<TIES>();
+    fn run<S: Simd>(self, s: S) {
+        let (weights, weights_rest) = self.weights.as_chunks();
+        let (low, low_rest) = self.remainders.low.as_chunks();
+        let (master, master_rest) = self.master.as_chunks_mut();
         let blocks = weights.iter().zip(low).zip(master);
         for (((weights, low), master), ties) in blocks.zip(self.remainders.ties) {
-            let mut has_nan = false;
-            for i in 0..TIES {
-                has_nan |= is_nan(weights[i]);
-                master[i] = f32::from_bits(near(weights[i], low[i]));
-            }
-            if has_nan || *ties != 0 {
-                join_each(weights, low, *ties, master);
-            }
+            s.store(join_block(s, weights, low, *ties), master);
         }
         let ties = self.remainders.ties.last().copied().unwrap_or(0);
         join_each(weights_rest, low_rest, ties, master_rest);
     }
 }
 
+/// The masters of a block.
+#[inline(always)]
+fn join_block<S: Simd>(s: S, weights: &[bf16; LANES], low: &[u16; LANES], ties: u16) -> S::V {
+    let near = s.load_split(weights, low);
+    if ties == 0 && s.is_ordered(near) {
+        return near;
+    }
+    let mut master = [0.0; LANES];
+    join_each(weights, low, ties, &mut master);
+    s.load(&master)
+}
+
 #[cold]
-fn join_each(weights: &[u16], low: &[u16], ties: u16, master: &mut [f32]) {
+fn join_each(weights: &[bf16], low: &[u16], ties: u16, master: &mut [f32]) {
     for (i, ((weight, low), master)) in weights.iter().zip(low).zip(master).enumerate() {
-        *master = f32::from_bits(join_bits(*weight, *low, ties >> i & 1 == 1));
+        let tie = ties >> i & 1 == 1;
+        *master = f32::from_bits(join_bits(weight.to_bits(), *low, tie));
     }
 }
 
@@ -327,22 +495,11 @@ impl SlabPass for SplitPass<'_> {
         let (low, low_rest) = low.as_chunks_mut::<TIES>();
         let (mut weights, weights_rest) = self.weights.map(|w| w.as_chunks_mut()).unzip();
         for (block, ((master, low), word)) in master.iter().zip(low).zip(&mut *ties).enumerate() {
+            let master = s.load(master);
             if let Some(weights) = &mut weights {
-                s.store_bf16(s.load(master), &mut weights[block]);
+                s.store_bf16(master, &mut weights[block]);
             }
-            let mut signs = 0;
-            for i in 0..TIES {
-                let bits = master[i].to_bits();
-                low[i] = bits as u16;
-                // A tie with an even upper half, or a NaN: both are rare, and only they have a bit.
-                // Differences whose sign says so, not comparisons: those become vectors.
-                let no_tie = ((bits & 0x1_ffff) ^ 0x8000).wrapping_sub(1);
-                let no_nan = 0x7f80_0000u32.wrapping_sub(bits & 0x7fff_ffff);
-                signs |= no_tie | no_nan;
-            }
-            if signs >> 31 == 1 || *word != 0 {
-                set_ties(master, word);
-            }
+            store_remainders(s, master, low, word);
         }
         if master_rest.is_empty() {
             return;
@@ -358,6 +515,18 @@ impl SlabPass for SplitPass<'_> {
         if let Some(word) = ties.last_mut() {
             set_ties(master_rest, word);
         }
+    }
+}
+
+/// Writes the remainders of a block of masters.
+#[inline(always)]
+fn store_remainders<S: Simd>(s: S, master: S::V, low: &mut [u16; LANES], word: &mut u16) {
+    s.store_split(master, &mut [bf16::ZERO; LANES], low);
+    // A tie with an even upper half, or a NaN: both are rare, and only they have a bit.
+    if *word != 0 || !s.splits_simply(master) {
+        let mut lanes = [0.0; LANES];
+        s.store(master, &mut lanes);
+        set_ties(&lanes, word);
     }
 }
 

@@ -183,7 +183,7 @@ fn changes(subject: &Subject, settings: &Settings) -> Vec<Change> {
     let has_f32_state = settings.state_dtype == TypeName::F32;
     if is_full && has_f32_state && settings.moments != MomentsName::Bits8 {
         let apply = Box::new(|s: &mut Settings| s.moments = MomentsName::Bits8);
-        let costs = "moments have 8 bits and a scale per 256 elements";
+        let costs = "moments of all but embeddings have 8 bits and a scale per 256 elements";
         // About the same setting as the next: both at once are refused.
         add("state_dtype", 4, "moments=8bit", costs, apply);
     }

@@ -142,8 +142,12 @@ impl<M: Layer + 'static> Builder<M> {
     ///
     /// [`MomentType::Bf16`] rounds at random, with bits of the engine's seed, the step, the parameter
     /// and the element: any number of workers and a resumed run give the same ones.
-    /// [`MomentType::Bits8`] is the quantisation by blocks of bitsandbytes; parameters with fewer than
-    /// 4,096 elements keep f32 moments. Adafactor's, which are small, are f32 in any case.
+    /// [`MomentType::Bits8`] is the quantisation by blocks of bitsandbytes; as there, parameters with
+    /// fewer than 4,096 elements keep f32 moments, and so do embeddings ([`Param::is_embedding`]).
+    /// Adafactor's, which are small, are f32 in any case. [`ParamGroup::moments`] decides for some
+    /// parameters.
+    ///
+    /// [`Param::is_embedding`]: crate::Param::is_embedding
     #[must_use]
     pub fn moments(mut self, moments: MomentType) -> Self {
         self.moments = moments;

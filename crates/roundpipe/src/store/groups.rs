@@ -3,7 +3,7 @@
 use super::{Store, StoredParam};
 use crate::error::{Error, Result};
 use crate::groups::{ParamGroup, ParamRule, ResolvedGroups, check_patterns, check_settings};
-use crate::optim::{ParamSettings, Rule};
+use crate::optim::{ParamSettings, Rule, check_moments, moments_of};
 use crate::sync::lock;
 
 impl Store {
@@ -16,7 +16,7 @@ impl Store {
         check_settings(groups, self.rule())?;
         check_patterns(groups, self.trained_names())?;
         let resolved = self.resolve(groups)?;
-        self.check_moments(&resolved)?;
+        self.check_kept_moments(&resolved)?;
         *lock(&self.shared.groups) = resolved;
         Ok(())
     }
@@ -75,6 +75,13 @@ impl Store {
                     return Err(Error::config("groups", what));
                 }
                 settings[index].rule = rule;
+                let config = &self.shared.config;
+                let moments = match settings[index].moments {
+                    Some(own) => own,
+                    None => moments_of(&param.param, config.moments),
+                };
+                check_moments(moments, config.optim_dtype)?;
+                settings[index].moments = Some(moments);
             }
             all.push(settings);
         }
@@ -88,15 +95,22 @@ impl Store {
         param.users.iter().map(name).collect()
     }
 
-    /// Refuses another rule for a parameter whose moments exist.
-    fn check_moments(&self, groups: &ResolvedGroups) -> Result<()> {
+    /// Refuses another rule or type for moments that exist.
+    fn check_kept_moments(&self, groups: &ResolvedGroups) -> Result<()> {
         let now = self.groups();
         for layer in self.layers().iter().filter(|layer| layer.has_moments()) {
             for (_, param) in layer.own_trainable() {
-                let (Some(old), Some(new)) = (now.of(param.home).rule, groups.of(param.home).rule)
-                else {
+                let (was, is) = (now.of(param.home), groups.of(param.home));
+                let (Some(old), Some(new)) = (was.rule, is.rule) else {
                     continue;
                 };
+                if was.moments != is.moments {
+                    let what = format!(
+                        "{} has moments already; give its group their type before training begins",
+                        param.name
+                    );
+                    return Err(Error::config("groups", what));
+                }
                 let same = std::mem::discriminant(&old) == std::mem::discriminant(&new)
                     && old.moment_shapes(&param.shape) == new.moment_shapes(&param.shape);
                 if !same {

@@ -11,14 +11,14 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use roundpipe_tensor::{HostBuf, Keeper, ParamId};
+use roundpipe_tensor::{DType, HostBuf, Keeper, ParamId};
 
 use super::layout::{MomentLayout, Sizes, StoredParam, lay_out};
 use super::writes::{Overwritten, Seen};
 use super::{LayerParams, StoreBytes, StoreShared};
 use crate::config::Lag;
 use crate::error::Result;
-use crate::optim::{MomentPart, fill_master};
+use crate::optim::{MomentPart, MomentType, fill_master};
 use crate::sync::lock;
 use crate::version::{Gate, Versions};
 
@@ -290,6 +290,16 @@ impl StoreLayer {
         Ok(&self.training()?.moment_layout.parts[index])
     }
 
+    /// In what they are kept, where the parameter's state is f32.
+    pub(crate) fn moment_type(&self, index: usize) -> Result<MomentType> {
+        let first = self.moment_parts(index)?.first();
+        Ok(match first.map(|part| part.dtype) {
+            Some(DType::U8) => MomentType::Bits8,
+            Some(DType::BF16) => MomentType::Bf16,
+            _ => MomentType::F32,
+        })
+    }
+
     /// Whether training has begun, so that the layout of moments is fixed.
     pub(super) fn has_moments(&self) -> bool {
         self.training.get().is_some()
@@ -300,9 +310,10 @@ impl StoreLayer {
         let groups = lock(&self.shared.groups).clone();
         MomentLayout::new(self.params.iter().map(|param| {
             let is_own = param.trainable && !param.users.is_empty();
-            let rule = groups.of(param.home).rule.filter(|_| is_own);
+            let settings = groups.of(param.home);
+            let rule = settings.rule.filter(|_| is_own);
             rule.map_or_else(Vec::new, |rule| {
-                let asked = self.shared.config.moments;
+                let asked = settings.moments.unwrap_or_default();
                 rule.moment_parts(&param.shape, param.state_dtype, asked)
             })
         }))

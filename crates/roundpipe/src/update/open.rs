@@ -69,6 +69,8 @@ pub(super) struct OpenParam<'a> {
     /// What the newest version lacks of its master, where that is no copy.
     pub(super) remainder: Option<HostMut>,
     pub(super) moments: Vec<HostMut>,
+    /// In what they are kept, where the state is f32.
+    pub(super) moment_type: MomentType,
     /// What the memory that a function writes held before; written back on drop, unless taken away.
     pub(super) backup: Option<HostBuf>,
 }
@@ -101,8 +103,7 @@ impl OpenParam<'_> {
             shape: self.stored.shape,
         };
         let grads = std::mem::take(&mut self.grads);
-        let (moments, seed) = store.moment_settings();
-        let mut slabs = self.slabs(&pass, moments, seed)?;
+        let mut slabs = self.slabs(&pass, store.moment_seed())?;
         let is_plain = slabs.are_plain();
         match &grads[..] {
             [(dtype, grad)] if is_plain || !pass.rule.is_elementwise() => {
@@ -132,7 +133,7 @@ impl OpenParam<'_> {
     }
 
     /// What the rule's pass writes.
-    fn slabs(&mut self, pass: &RulePass, moments: MomentType, seed: u64) -> Result<OpenSlabs<'_>> {
+    fn slabs(&mut self, pass: &RulePass, seed: u64) -> Result<OpenSlabs<'_>> {
         let stored = self.stored;
         let master = match (&mut self.master, &mut self.remainder) {
             (Some(master), _) => OpenMaster::Copy(master.as_mut_slice()),
@@ -142,10 +143,7 @@ impl OpenParam<'_> {
             },
             (None, None) => OpenMaster::Weights,
         };
-        let moments = match (
-            stored.state_dtype,
-            pass.rule.moment_type(&stored.shape, moments),
-        ) {
+        let moments = match (stored.state_dtype, self.moment_type) {
             (DType::F32, MomentType::Bf16) => {
                 let site = RngSite {
                     seed,

@@ -2,7 +2,8 @@
 //!
 //! A rule computes with f32 masters and moments. Where they are kept otherwise (masters as bf16
 //! weights and remainders, moments in bf16 or in 8 bits), a piece of them is widened, updated and
-//! narrowed again while it is in a core's first cache. Rules that look at whole matrices have the
+//! narrowed again while it is in a core's first cache. Adam and AdamW with moments in f32 or bf16 do
+//! so in the registers of their own pass (`step_split`). Rules that look at whole matrices have the
 //! whole parameter as one piece, which takes 4 bytes per element and kind while it is updated.
 //!
 //! # Invariants
@@ -14,7 +15,8 @@ use std::ops::Range;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostMut;
 use roundpipe_tensor::optim::{
-    self, BLOCK, CHUNK, DynamicMap, Floats, FloatsMut, RemaindersMut, StepSettings,
+    self, BLOCK, CHUNK, DynamicMap, Floats, FloatsMut, RandomMoment, RemaindersMut,
+    SplitAdamMoments, SplitAdamSlabs, StepSettings,
 };
 use roundpipe_tensor::{RngKey, RngSite, Shape, bf16};
 
@@ -163,6 +165,18 @@ impl<'a> OpenMoment<'a> {
         }
     }
 
+    /// To a pass that rounds at random itself.
+    fn as_random(&mut self) -> Option<RandomMoment<'_>> {
+        match self {
+            Self::Random { values, key, first } => Some(RandomMoment {
+                values,
+                key: *key,
+                first: *first,
+            }),
+            _ => None,
+        }
+    }
+
     fn len(&self) -> usize {
         match self {
             Self::Plain(values) => values.len(),
@@ -240,6 +254,9 @@ impl RulePass {
         grad: Floats<'_>,
         mut slabs: OpenSlabs<'_>,
     ) -> Result<bool> {
+        if let Some(kept) = self.run_split(threads, grad, &mut slabs)? {
+            return Ok(kept);
+        }
         let len = slabs.weights.len();
         let in_pieces = self.rule.is_elementwise() && !slabs.are_plain();
         let piece = if in_pieces { len.min(PIECE) } else { len };
@@ -256,6 +273,46 @@ impl RulePass {
             )?;
         }
         Ok(kept)
+    }
+
+    /// Adam's pass over weights and remainders, which joins and splits masters itself; `None` for
+    /// other rules and for moments that it does not take.
+    fn run_split(
+        &self,
+        threads: &Threads,
+        grad: Floats<'_>,
+        slabs: &mut OpenSlabs<'_>,
+    ) -> Result<Option<bool>> {
+        let OpenMaster::Remainder { newest, remainders } = &mut slabs.master else {
+            return Ok(None);
+        };
+        let FloatsMut::BF16(weights) = &mut slabs.weights else {
+            return Ok(None);
+        };
+        let moments = match &mut slabs.moments[..] {
+            [
+                OpenMoment::Plain(FloatsMut::F32(first)),
+                OpenMoment::Plain(FloatsMut::F32(second)),
+            ] => SplitAdamMoments::F32([first, second]),
+            [first, second] => match (first.as_random(), second.as_random()) {
+                (Some(first), Some(second)) => SplitAdamMoments::Bf16([first, second]),
+                _ => return Ok(None),
+            },
+            _ => return Ok(None),
+        };
+        let slabs = SplitAdamSlabs {
+            grad,
+            newest: *newest,
+            remainders: remainders.range(0..weights.len()),
+            weights,
+            moments,
+        };
+        let kept = match self.rule {
+            Rule::Adam(rule) => rule.step_split(threads, self.settings, slabs)?,
+            Rule::AdamW(rule) => rule.step_split(threads, self.settings, slabs)?,
+            _ => return Ok(None),
+        };
+        Ok(Some(kept))
     }
 
     fn run_piece(

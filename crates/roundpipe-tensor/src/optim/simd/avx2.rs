@@ -77,6 +77,46 @@ fn round_bf16(_: Avx2, v: __m256) -> __m256i {
     })
 }
 
+/// Eight f32 rounded at random, in the low halves of eight words.
+#[inline(always)]
+fn round_randomly(_: Avx2, v: __m256, random: &[u16; 8]) -> __m256i {
+    proven!({
+        let bits = _mm256_castps_si256(v);
+        let random = _mm256_cvtepu16_epi32(_mm_loadu_si128(random.as_ptr().cast()));
+        let up = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, random));
+        let kept = _mm256_srli_epi32::<16>(bits);
+        let magnitude = _mm256_and_si256(up, _mm256_set1_epi32(0x7fff));
+        let infinite = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f80));
+        let rounded = _mm256_blendv_epi8(up, kept, infinite);
+        let quiet = _mm256_or_si256(kept, _mm256_set1_epi32(0x40));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+        _mm256_blendv_epi8(rounded, quiet, nan)
+    })
+}
+
+/// Weights and low halves, as [`Simd::load_split`] puts them together.
+#[inline(always)]
+fn join_split(_: Avx2, weights: &[bf16; 8], low: &[u16; 8]) -> __m256 {
+    proven!({
+        let weights = _mm256_cvtepu16_epi32(_mm_loadu_si128(weights.as_ptr().cast()));
+        let low = _mm256_cvtepi16_epi32(_mm_loadu_si128(low.as_ptr().cast()));
+        _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32::<16>(weights), low))
+    })
+}
+
+/// All ones in the lanes that keep [`Simd::splits_simply`] from holding.
+#[inline(always)]
+fn not_simple(_: Avx2, v: __m256) -> __m256i {
+    proven!({
+        let bits = _mm256_castps_si256(v);
+        let magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fff_ffff));
+        let large = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f7f_7fff));
+        let end = _mm256_and_si256(bits, _mm256_set1_epi32(0x1_ffff));
+        let tie = _mm256_cmpeq_epi32(end, _mm256_set1_epi32(0x8000));
+        _mm256_or_si256(large, tie)
+    })
+}
+
 impl Simd for Avx2 {
     type V = V;
     type Sums = [__m256d; 4];
@@ -121,6 +161,51 @@ impl Simd for Avx2 {
             // Packing works within 128-bit lanes; the permutation restores the order.
             let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
             _mm256_storeu_si256(dst.as_mut_ptr().cast(), packed);
+        })
+    }
+    #[inline(always)]
+    fn store_bf16_random(self, v: V, random: &[u16; LANES], dst: &mut [bf16; LANES]) {
+        let random = halves(random);
+        let low = round_randomly(self, v[0], random[0]);
+        let high = round_randomly(self, v[1], random[1]);
+        proven!({
+            // As in `store_bf16`.
+            let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
+            _mm256_storeu_si256(dst.as_mut_ptr().cast(), packed);
+        })
+    }
+    #[inline(always)]
+    fn load_split(self, weights: &[bf16; LANES], low: &[u16; LANES]) -> V {
+        let (weights, low) = (halves(weights), halves(low));
+        [
+            join_split(self, weights[0], low[0]),
+            join_split(self, weights[1], low[1]),
+        ]
+    }
+    #[inline(always)]
+    fn splits_simply(self, v: V) -> bool {
+        let (low, high) = (not_simple(self, v[0]), not_simple(self, v[1]));
+        proven!(_mm256_movemask_epi8(_mm256_or_si256(low, high)) == 0)
+    }
+    #[inline(always)]
+    fn store_split(self, v: V, weights: &mut [bf16; LANES], low: &mut [u16; LANES]) {
+        proven!({
+            let bits = [_mm256_castps_si256(v[0]), _mm256_castps_si256(v[1])];
+            let half = _mm256_set1_epi32(0x8000);
+            let rounded = _mm256_packus_epi32(
+                _mm256_srli_epi32::<16>(_mm256_add_epi32(bits[0], half)),
+                _mm256_srli_epi32::<16>(_mm256_add_epi32(bits[1], half)),
+            );
+            let mask = _mm256_set1_epi32(0xffff);
+            let rest = _mm256_packus_epi32(
+                _mm256_and_si256(bits[0], mask),
+                _mm256_and_si256(bits[1], mask),
+            );
+            // As in `store_bf16`.
+            let rounded = _mm256_permute4x64_epi64::<0b11_01_10_00>(rounded);
+            let rest = _mm256_permute4x64_epi64::<0b11_01_10_00>(rest);
+            _mm256_storeu_si256(weights.as_mut_ptr().cast(), rounded);
+            _mm256_storeu_si256(low.as_mut_ptr().cast(), rest);
         })
     }
     #[inline(always)]

@@ -81,6 +81,60 @@ impl Simd for Avx512 {
         })
     }
     #[inline(always)]
+    fn store_bf16_random(self, v: __m512, random: &[u16; LANES], dst: &mut [bf16; LANES]) {
+        proven!({
+            let bits = _mm512_castps_si512(v);
+            let random = _mm512_cvtepu16_epi32(_mm256_loadu_si256(random.as_ptr().cast()));
+            let up = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, random));
+            let kept = _mm512_srli_epi32::<16>(bits);
+            let magnitude = _mm512_and_si512(up, _mm512_set1_epi32(0x7fff));
+            let infinite = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f80));
+            let rounded = _mm512_mask_blend_epi32(infinite, up, kept);
+            let quiet = _mm512_or_si512(kept, _mm512_set1_epi32(0x40));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let half = _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet));
+            _mm256_storeu_si256(dst.as_mut_ptr().cast(), half);
+        })
+    }
+    #[inline(always)]
+    fn load_split(self, weights: &[bf16; LANES], low: &[u16; LANES]) -> __m512 {
+        proven!({
+            let weights = _mm256_loadu_si256(weights.as_ptr().cast());
+            let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(weights));
+            let low = _mm512_cvtepi16_epi32(_mm256_loadu_si256(low.as_ptr().cast()));
+            _mm512_castsi512_ps(_mm512_add_epi32(high, low))
+        })
+    }
+    #[inline(always)]
+    fn splits_simply(self, v: __m512) -> bool {
+        proven!({
+            let bits = _mm512_castps_si512(v);
+            let magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fff_ffff));
+            let large = _mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(0x7f7f_8000));
+            let end = _mm512_and_si512(bits, _mm512_set1_epi32(0x1_ffff));
+            let tie = _mm512_cmpeq_epi32_mask(end, _mm512_set1_epi32(0x8000));
+            large | tie == 0
+        })
+    }
+    #[inline(always)]
+    fn store_split(self, v: __m512, weights: &mut [bf16; LANES], low: &mut [u16; LANES]) {
+        proven!({
+            let bits = _mm512_castps_si512(v);
+            let rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+            // The low half of `bits` and the upper half of `rounded`.
+            let joined = _mm512_mask_blend_epi16(0x5555_5555, rounded, bits);
+            // Even words first, then odd ones.
+            let order = _mm512_set_epi16(
+                31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22, 20,
+                18, 16, 14, 12, 10, 8, 6, 4, 2, 0,
+            );
+            let sorted = _mm512_permutexvar_epi16(order, joined);
+            _mm256_storeu_si256(low.as_mut_ptr().cast(), _mm512_castsi512_si256(sorted));
+            let upper = _mm512_extracti64x4_epi64::<1>(sorted);
+            _mm256_storeu_si256(weights.as_mut_ptr().cast(), upper);
+        })
+    }
+    #[inline(always)]
     fn store_f16(self, v: __m512, dst: &mut [f16; LANES]) {
         proven!({
             let half = _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v);

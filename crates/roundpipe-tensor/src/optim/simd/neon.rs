@@ -67,6 +67,21 @@ fn round_bf16(_: Neon, v: float32x4_t) -> uint16x4_t {
     })
 }
 
+#[inline(always)]
+fn round_randomly(_: Neon, v: float32x4_t, random: &[u16; 4]) -> uint16x4_t {
+    proven!({
+        let bits = vreinterpretq_u32_f32(v);
+        let random = vmovl_u16(vld1_u16(random.as_ptr()));
+        let up = vshrq_n_u32::<16>(vaddq_u32(bits, random));
+        let kept = vshrq_n_u32::<16>(bits);
+        let magnitude = vandq_u32(up, vdupq_n_u32(0x7fff));
+        let infinite = vceqq_u32(magnitude, vdupq_n_u32(0x7f80));
+        let rounded = vbslq_u32(infinite, kept, up);
+        let quiet = vorrq_u32(kept, vdupq_n_u32(0x40));
+        vmovn_u32(vbslq_u32(vceqq_f32(v, v), rounded, quiet))
+    })
+}
+
 /// The conversions of the base instruction set, whose intrinsics need Rust's unstable `f16`.
 #[inline(always)]
 fn widen_f16(_: Neon, half: uint16x4_t) -> float32x4_t {
@@ -124,6 +139,49 @@ impl Simd for Neon {
     fn store_bf16(self, v: V, dst: &mut [bf16; LANES]) {
         for (dst, v) in quarters_mut(dst).zip(v) {
             proven!(vst1_u16(dst.as_mut_ptr().cast(), round_bf16(self, v)));
+        }
+    }
+    #[inline(always)]
+    fn store_bf16_random(self, v: V, random: &[u16; LANES], dst: &mut [bf16; LANES]) {
+        let random = quarters(random);
+        for (i, dst) in quarters_mut(dst).enumerate() {
+            let rounded = round_randomly(self, v[i], random[i]);
+            proven!(vst1_u16(dst.as_mut_ptr().cast(), rounded));
+        }
+    }
+    #[inline(always)]
+    fn load_split(self, weights: &[bf16; LANES], low: &[u16; LANES]) -> V {
+        let (weights, low) = (quarters(weights), quarters(low));
+        from_fn(|i| {
+            proven!({
+                let high = vshll_n_u16::<16>(vld1_u16(weights[i].as_ptr().cast()));
+                let low = vmovl_s16(vreinterpret_s16_u16(vld1_u16(low[i].as_ptr())));
+                vreinterpretq_f32_u32(vaddq_u32(high, vreinterpretq_u32_s32(low)))
+            })
+        })
+    }
+    #[inline(always)]
+    fn splits_simply(self, v: V) -> bool {
+        v.iter().all(|part| {
+            proven!({
+                let bits = vreinterpretq_u32_f32(*part);
+                let magnitude = vandq_u32(bits, vdupq_n_u32(0x7fff_ffff));
+                let large = vcgeq_u32(magnitude, vdupq_n_u32(0x7f7f_8000));
+                let end = vandq_u32(bits, vdupq_n_u32(0x1_ffff));
+                let tie = vceqq_u32(end, vdupq_n_u32(0x8000));
+                vmaxvq_u32(vorrq_u32(large, tie)) == 0
+            })
+        })
+    }
+    #[inline(always)]
+    fn store_split(self, v: V, weights: &mut [bf16; LANES], low: &mut [u16; LANES]) {
+        for ((weights, low), v) in quarters_mut(weights).zip(quarters_mut(low)).zip(v) {
+            proven!({
+                let bits = vreinterpretq_u32_f32(v);
+                let rounded = vshrn_n_u32::<16>(vaddq_u32(bits, vdupq_n_u32(0x8000)));
+                vst1_u16(weights.as_mut_ptr().cast(), rounded);
+                vst1_u16(low.as_mut_ptr(), vmovn_u32(bits));
+            })
         }
     }
     #[inline(always)]

@@ -6,6 +6,7 @@ use std::array::from_fn;
 
 use half::{bf16, f16};
 
+use super::super::moments::round_with;
 use super::{LANES, Simd};
 
 /// Needs nothing, so anyone may make one.
@@ -46,6 +47,34 @@ impl Simd for Portable {
     #[inline(always)]
     fn store_bf16(self, v: V, dst: &mut [bf16; LANES]) {
         *dst = v.map(|x| bf16::from_bits(round_bf16(x)));
+    }
+    #[inline(always)]
+    fn store_bf16_random(self, v: V, random: &[u16; LANES], dst: &mut [bf16; LANES]) {
+        *dst = from_fn(|i| round_with(v[i], u32::from(random[i])));
+    }
+    #[inline(always)]
+    fn load_split(self, weights: &[bf16; LANES], low: &[u16; LANES]) -> V {
+        from_fn(|i| {
+            let high = u32::from(weights[i].to_bits()) << 16;
+            f32::from_bits(high.wrapping_add(i32::from(low[i] as i16) as u32))
+        })
+    }
+    #[inline(always)]
+    fn splits_simply(self, v: V) -> bool {
+        // Differences whose sign says so, not comparisons: those become vectors.
+        let mut signs = 0;
+        for x in v {
+            let bits = x.to_bits();
+            let no_tie = ((bits & 0x1_ffff) ^ 0x8000).wrapping_sub(1);
+            let is_small = 0x7f7f_7fff_u32.wrapping_sub(bits & 0x7fff_ffff);
+            signs |= no_tie | is_small;
+        }
+        signs >> 31 == 0
+    }
+    #[inline(always)]
+    fn store_split(self, v: V, weights: &mut [bf16; LANES], low: &mut [u16; LANES]) {
+        *weights = v.map(|x| bf16::from_bits((x.to_bits().wrapping_add(0x8000) >> 16) as u16));
+        *low = v.map(|x| x.to_bits() as u16);
     }
     #[inline(always)]
     fn store_f16(self, v: V, dst: &mut [f16; LANES]) {
