@@ -200,6 +200,8 @@ fn grouped_products_of_many_tiles() {
         (60_000, 32, 32),
         (40_000, 128, 64),
         (20_000, 160, 768),
+        // Many steps, with tiles of which half of the warps have no rows.
+        (3_000, 1024, 320),
     ] {
         let mut cx = Cx::infer(worker);
         let x = cx.randn(DType::BF16, &[rows, depth]).unwrap();

@@ -3,14 +3,15 @@
 //
 // A block stays on its processor and takes every gridDim.x-th tile of 128 rows of a group and BN columns. Its third
 // warpgroup orders copies, STAGES steps of 64 of the depth ahead; the first two multiply, 64 rows each. Two barriers per
-// stage: `full` (the copies have landed) and `empty` (both warpgroups have read it). They go round over all tiles of the
-// block, so the next tile's copies are on their way while this one is written.
+// stage: `full` (the copies have landed) and `empty` (all eight warps that multiply have read it; each arrives by
+// itself, since warps without rows do not wait for each other). They go round over all tiles of the block, so the next
+// tile's copies are on their way while this one is written.
 // Rows of a tile past its group are rows of the next group, or 0 past the last row: every row of a product depends
 // on its own row alone, and those are not written. Tiles of one matrix and the same columns are neighbours, so
 // that blocks which run together read the same part of w.
 // A row's sums run over the depth in order, 16 at a time; they depend on nothing but the row and the matrix.
-// Macros: OUT of the result (O), ADDS (1: to what is there), HALF (1: f16, 0: bf16), BN (64, 128 or 256), STAGES, RIGHT_BY_DEPTH (1: lines of w
-// are along the depth). The groups' text comes before this one.
+// Macros: OUT of the result (O), ADDS (1: to what is there), HALF (1: f16, 0: bf16), BN (64, 128 or 256), STAGES,
+// RIGHT_BY_DEPTH (1: lines of w are along the depth). The groups' text comes before this one.
 
 typedef OUT O;
 
@@ -219,12 +220,12 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     check_offsets(offsets, e, t, alarm, code);
     u32 tiles = shared_address(raw) + 1023 & ~1023u, full = shared_address(barriers), empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) { barrier_init(full + 8 * i, 1); barrier_init(empty + 8 * i, 2); }
+        for (int i = 0; i < STAGES; ++i) { barrier_init(full + 8 * i, 1); barrier_init(empty + 8 * i, 8); }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     int across = (int)((n + BN - 1) / BN), steps = (k + BK - 1) / BK;
-    int warpgroup = threadIdx.x / 128;
+    int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (warpgroup == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x >= 2 * 128 + 32) return;
@@ -265,7 +266,8 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             // Nothing to multiply here; the stages are the other warpgroup's alone.
             for (int step = 0; step < count; ++step) {
                 barrier_wait(full + 8 * stage, parity);
-                if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(empty + 8 * stage);
                 if (++stage == STAGES) { stage = 0; parity ^= 1; }
             }
             continue;
@@ -292,11 +294,11 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (step == 0) next = find_work(offsets, e, t, tile + gridDim.x, across);
             // The step before has ended when at most one is under way: its stage may be filled again.
             products_wait<1>();
-            if (step > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+            if (step > 0 && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
             if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
         products_wait<0>();
-        if (count > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+        if (count > 0 && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
 #if ADDS
         add_there(d, y, n, work.row + warpgroup * 64, rows, work.col, whole != 0);
 #endif
