@@ -217,7 +217,7 @@ impl BenchCmd {
                     self.check_host_memory(empty)?;
                     match quantize {
                         None => Model::random(config, dtype, 1)?,
-                        Some(how) => Model::random_quantized(config, dtype, 1, how)?,
+                        Some(how) => Model::random_codes(config, dtype, 1, how)?,
                     }
                 }
             }

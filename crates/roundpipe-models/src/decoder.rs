@@ -167,15 +167,42 @@ impl Model {
         Self::random_with(config, dtype, seed, Some(how))
     }
 
+    /// As [`Model::random_quantized`], but what is random are the codes themselves: any code is as
+    /// likely as another, and all scales of a weight are one. No value is rounded, so a model of
+    /// billions of parameters is there in seconds: for benches, which care for sizes.
+    ///
+    /// # Errors
+    /// As [`Model::random`].
+    pub fn random_codes(
+        config: ModelConfig,
+        dtype: DType,
+        seed: u64,
+        how: Quantization,
+    ) -> Result<Self> {
+        Self::empty_quantized(config.clone(), dtype, how)?
+            .fits(host_memory())
+            .map_err(|what| Error::argument("config", what))?;
+        Self::random_of(config, dtype, seed, (Contents::RandomCodes, Some(how)))
+    }
+
     fn random_with(
         config: ModelConfig,
         dtype: DType,
         seed: u64,
         quantize: Option<Quantization>,
     ) -> Result<Self> {
+        Self::random_of(config, dtype, seed, (Contents::Random, quantize))
+    }
+
+    fn random_of(
+        config: ModelConfig,
+        dtype: DType,
+        seed: u64,
+        (contents, quantize): (Contents, Option<Quantization>),
+    ) -> Result<Self> {
         let mut make = Maker {
             init: Init::new(seed, dtype),
-            contents: Contents::Random,
+            contents,
             quantize,
         };
         let model = Self::build(config, &mut make)?;
@@ -264,7 +291,7 @@ impl Model {
             .map(|i| {
                 let mut block = Block::new(c, i, make, &rope)?;
                 if let Some(how) = make.quantize {
-                    block.quantize(c.family, how, make.contents)?;
+                    block.quantize(c.family, how, make)?;
                 }
                 Ok(block)
             })
@@ -462,6 +489,8 @@ impl From<Model> for Node {
 pub(crate) enum Contents {
     /// What training starts from.
     Random,
+    /// The same, but weights that are quantised are random codes.
+    RandomCodes,
     /// Zeros, which take memory when they are written.
     Zero,
     /// Nothing: a load gives them a home.
@@ -479,16 +508,26 @@ pub(crate) struct Maker {
 impl Maker {
     fn normal(&mut self, dims: &[usize], std: f64) -> TensorResult<Param> {
         match self.contents {
-            Contents::Random => self.init.normal(dims, std),
+            Contents::Random | Contents::RandomCodes => self.init.normal(dims, std),
             Contents::Zero => Param::zeros(self.init.dtype(), dims),
             Contents::Absent => Param::absent(self.init.dtype(), dims),
         }
     }
 
+    /// The weight of a linear map, which is not made where codes will take its place.
+    fn linear(&mut self, dims: &[usize], std: f64) -> TensorResult<Param> {
+        match self.contents {
+            Contents::RandomCodes => Param::absent(self.init.dtype(), dims),
+            _ => self.normal(dims, std),
+        }
+    }
+
     fn full(&mut self, dims: &[usize], value: f64) -> TensorResult<Param> {
         match self.contents {
-            Contents::Random if value != 0.0 => self.init.full(dims, value),
-            Contents::Random | Contents::Zero => Param::zeros(self.init.dtype(), dims),
+            Contents::Random | Contents::RandomCodes if value != 0.0 => self.init.full(dims, value),
+            Contents::Random | Contents::RandomCodes | Contents::Zero => {
+                Param::zeros(self.init.dtype(), dims)
+            }
             Contents::Absent => Param::absent(self.init.dtype(), dims),
         }
     }

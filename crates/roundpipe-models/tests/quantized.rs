@@ -145,6 +145,32 @@ fn random_weights_are_quantised_as_they_are_made() {
     }
 }
 
+/// A model of random codes has the parameters of any other, none of them left out, and its weights
+/// are about as large as those of a random model.
+#[test]
+fn random_codes_make_a_whole_model() {
+    for name in ["qwen3", "qwen3_moe", "gpt_oss"] {
+        let config = Golden::open(name).config();
+        for how in BOTH {
+            let made = Model::random_codes(config.clone(), DType::F32, 5, how).unwrap();
+            let other = Model::random_quantized(config.clone(), DType::F32, 5, how).unwrap();
+            let pairs = made.named_params().into_iter().zip(other.named_params());
+            for ((a, have), (b, want)) in pairs {
+                let what = format!("{name} {how} {a}");
+                assert_eq!((&a, have.bytes()), (&b, want.bytes()), "{what}");
+                let is_zero = |param: &Param| bytes(param).iter().all(|byte| *byte == 0);
+                let is_scale = a.ends_with("scales") || a.ends_with("nested");
+                assert!(is_scale || is_zero(&have) == is_zero(&want), "{what}");
+            }
+            let [have, want] = [made, other].map(|model| {
+                let losses = train(model, processors(1), Grain::Stage, Bytes::mib(64)).0;
+                f64::from_bits(losses[0])
+            });
+            assert!((have - want).abs() < 0.5, "{name} {how}: {have}, {want}");
+        }
+    }
+}
+
 /// Losses of two steps, and the adapters after them, as bits.
 fn train(
     mut model: Model,

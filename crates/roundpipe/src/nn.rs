@@ -7,7 +7,7 @@ mod recurrent;
 
 use roundpipe_tensor::kernel::ConvSpec;
 use roundpipe_tensor::ops::BatchNorm;
-use roundpipe_tensor::{Cx, DType, Param, Result, RngSite, Tensor};
+use roundpipe_tensor::{Cx, DType, Param, Result, RngKey, RngSite, Tensor};
 
 pub use self::attention::MultiheadAttention;
 pub use self::conv::{Conv1d, ConvTranspose2d};
@@ -51,6 +51,12 @@ impl Init {
     pub fn normal(&mut self, dims: &[usize], std: f64) -> Result<Param> {
         self.site.site += 1;
         Param::normal(self.dtype, dims, std, self.site.key())
+    }
+
+    /// The key of the next random values, for those that are no parameter of their own.
+    pub fn next_key(&mut self) -> RngKey {
+        self.site.site += 1;
+        self.site.key()
     }
 
     /// Uniform values in [-bound, bound).

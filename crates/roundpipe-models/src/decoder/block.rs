@@ -179,18 +179,25 @@ impl Block {
         &mut self,
         family: Family,
         how: Quantization,
-        contents: Contents,
+        make: &mut Maker,
     ) -> TensorResult<()> {
         for (name, projection) in self.projections_mut() {
-            let Some(form) = own_form(family, name, projection, how) else {
-                continue;
-            };
+            let form = own_form(family, name, projection, how);
             let Weight::Whole(whole) = &projection.weight else {
                 continue;
             };
+            let Some(form) = form else {
+                if make.contents == Contents::RandomCodes {
+                    let dims = whole.shape().dims().to_vec();
+                    projection.weight = Weight::Whole(make.normal(&dims, 0.02)?);
+                }
+                continue;
+            };
             let weight = QuantizedWeight::zeros(form, *whole.shape(), whole.dtype())?;
-            if contents == Contents::Random {
-                weight.fill(whole)?;
+            match make.contents {
+                Contents::Random => weight.fill(whole)?,
+                Contents::RandomCodes => weight.fill_at_random(make.init.next_key(), 0.02)?,
+                Contents::Zero | Contents::Absent => {}
             }
             projection.weight = Weight::Quantized(weight);
         }

@@ -45,7 +45,7 @@ impl Projection {
         bias: bool,
         std: f64,
     ) -> TensorResult<Self> {
-        let weight = Weight::Whole(make.normal(dims, std)?);
+        let weight = Weight::Whole(make.linear(dims, std)?);
         let bias = if bias {
             Some(make.full(&dims[..dims.len() - 1], 0.0)?)
         } else {

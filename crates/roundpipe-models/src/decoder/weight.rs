@@ -16,7 +16,8 @@ use roundpipe::quant::{
     nf4_magnitude, nf4_magnitudes, nf4_nested,
 };
 use roundpipe::{
-    Cx, DType, Element, Param, ParamVisitor, Shape, Tensor, TensorError, TensorResult, bf16, f16,
+    Cx, DType, Element, Param, ParamVisitor, RngKey, Shape, Tensor, TensorError, TensorResult,
+    bf16, f16,
 };
 
 /// Values per task: enough to be worth a task, few enough to share among threads.
@@ -177,6 +178,36 @@ impl QuantizedWeight {
                     return Err(TensorError::invalid("quantize", what));
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Random codes, and scales that give values about `std`.
+    pub(crate) fn fill_at_random(&self, key: RngKey, std: f32) -> TensorResult<()> {
+        let mut codes = self.codes.data().write(0..self.codes.bytes())?;
+        let tasks = codes.bytes().par_chunks_mut(SHARE);
+        tasks.enumerate().for_each(|(task, bytes)| {
+            let first = (task * SHARE / 4) as u64;
+            for (i, word) in bytes.chunks_mut(4).enumerate() {
+                let random = key.word(first + i as u64).to_le_bytes();
+                word.copy_from_slice(&random[..word.len()]);
+            }
+        });
+        // A code of eight bits has a mean square of about 74², one of NF4 about 0.57² of the largest.
+        let scale = match self.form.how {
+            Quantization::Int8 => std / 74.0,
+            Quantization::Nf4 => std / 0.57,
+        };
+        let Some(nested) = &self.nested else {
+            let mut scales = self.scales.data().write(0..self.scales.bytes())?;
+            scales.as_mut_slice::<f32>().fill(scale);
+            return Ok(());
+        };
+        // Factors are 0, so that the offset of each matrix is what magnitudes are.
+        let each = nested.shape()[1];
+        let mut nested = nested.data().write(0..nested.bytes())?;
+        for matrix in nested.as_mut_slice::<f32>().chunks_mut(each) {
+            matrix[0] = scale;
         }
         Ok(())
     }
