@@ -560,6 +560,12 @@ impl Block {
         self.place.end == End::Long
     }
 
+    /// Whether it is the one that keeps working memory from growing further.
+    pub fn is_at_frontier(&self) -> bool {
+        let Place { end, start, bytes } = self.place;
+        end == End::Long && start + bytes == self.pool.lock().long.top
+    }
+
     /// Where it came from.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool

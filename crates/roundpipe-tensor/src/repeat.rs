@@ -116,9 +116,10 @@ impl PassSteps {
     }
 
     /// What is worth keeping, the best first: each with what it saves if all before it are kept.
-    pub fn choices(&self) -> Vec<KeepChoice> {
+    /// Where a second run has to give its output, that is one of them.
+    pub fn choices(&self, needs_output: bool) -> Vec<KeepChoice> {
         let mut kept = vec![false; self.pieces.len()];
-        let mut left = self.seconds(&kept);
+        let mut left = self.seconds(&kept, needs_output);
         let mut choices = Vec::new();
         loop {
             let tried = self.launches.iter().filter_map(|launch| {
@@ -130,7 +131,7 @@ impl PassSteps {
                 }
                 let mut with = kept.clone();
                 pieces.iter().for_each(|piece| with[*piece] = true);
-                let seconds = left - self.seconds(&with);
+                let seconds = left - self.seconds(&with, needs_output);
                 Some(KeepChoice {
                     pieces,
                     bytes,
@@ -147,7 +148,7 @@ impl PassSteps {
                 return choices;
             };
             best.pieces.iter().for_each(|piece| kept[*piece] = true);
-            left = self.seconds(&kept);
+            left = self.seconds(&kept, needs_output);
             choices.push(best);
         }
     }
@@ -159,17 +160,13 @@ impl PassSteps {
             is_kept[*piece] = true;
         }
         match self.whole_seconds() {
-            whole if whole > 0.0 => self.seconds_of(&is_kept, needs_output) / whole,
+            whole if whole > 0.0 => self.seconds(&is_kept, needs_output) / whole,
             _ => 1.0,
         }
     }
 
-    /// What the second run takes if its output is not needed and these pieces are kept.
-    fn seconds(&self, kept: &[bool]) -> f64 {
-        self.seconds_of(kept, false)
-    }
-
-    fn seconds_of(&self, kept: &[bool], needs_output: bool) -> f64 {
+    /// What the second run takes if these pieces are kept.
+    fn seconds(&self, kept: &[bool], needs_output: bool) -> f64 {
         let runs = self.select(kept, needs_output).runs;
         let launches = self.launches.iter().zip(runs);
         launches

@@ -214,6 +214,11 @@ impl Tensor {
         matches!(&*self.storage, Storage::Block(block) if block.is_long())
     }
 
+    /// Whether its memory is what keeps working memory from growing further.
+    pub fn is_at_frontier(&self) -> bool {
+        matches!(&*self.storage, Storage::Block(block) if block.is_at_frontier())
+    }
+
     /// Whether this tensor is the only holder of its memory, so that it may be written again.
     pub(crate) fn is_unique(&self) -> bool {
         if Arc::strong_count(&self.storage) != 1 {

@@ -149,20 +149,22 @@ fn a_second_run_has_the_same_bits_with_any_of_its_pieces_kept() {
         let block = Block::new(dtype);
         let x = input(&worker, dtype);
         let (whole, steps) = study(&block, &worker, &x);
-        let choices = steps.choices();
-        assert!(choices.len() >= 5, "{choices:?}");
-        for count in 0..=choices.len() {
-            let chosen = choices[..count].iter().flat_map(|choice| &choice.pieces);
-            let chosen: Vec<usize> = chosen.copied().collect();
-            let kept = first_run(&block, &worker, &x, chosen.clone(), &steps);
-            assert_eq!(kept.len(), chosen.len());
-            for needs_output in [false, true] {
-                let watch = Watch::repeat(&steps, kept.clone(), needs_output);
-                let (bits, is_sound) = second_run(&block, &worker, &x, watch, |watched, output| {
-                    watched.is_sound(Some(&[output]))
-                });
-                assert!(is_sound, "{dtype}, {count} kept");
-                assert_eq!(bits, whole, "{dtype}, {count} kept");
+        for list in [steps.choices(false), steps.choices(true)] {
+            assert!(list.len() >= 5, "{list:?}");
+            for count in 0..=list.len() {
+                let chosen = list[..count].iter().flat_map(|choice| &choice.pieces);
+                let chosen: Vec<usize> = chosen.copied().collect();
+                let kept = first_run(&block, &worker, &x, chosen.clone(), &steps);
+                assert_eq!(kept.len(), chosen.len());
+                for needs_output in [false, true] {
+                    let watch = Watch::repeat(&steps, kept.clone(), needs_output);
+                    let (bits, is_sound) =
+                        second_run(&block, &worker, &x, watch, |watched, output| {
+                            watched.is_sound(Some(&[output]))
+                        });
+                    assert!(is_sound, "{dtype}, {count} kept");
+                    assert_eq!(bits, whole, "{dtype}, {count} kept");
+                }
             }
         }
     }
@@ -201,13 +203,15 @@ fn what_is_left_out_is_not_computed() {
     assert_eq!(whole - none_kept, down + add, "the last product and sum");
     let (whole, with_output) = flops(&|_, steps, _, _| Watch::repeat(steps, [], true));
     assert_eq!(whole, with_output);
-    let (_, all_kept) = flops(&|worker, steps, block, x| {
-        let choices = steps.choices();
-        let all = choices.iter().flat_map(|choice| &choice.pieces).copied();
-        let kept = first_run(block, worker, x, all.collect(), steps);
-        Watch::repeat(steps, kept, false)
-    });
-    assert_eq!(all_kept, 0);
+    for needs_output in [false, true] {
+        let (_, all_kept) = flops(&|worker, steps, block, x| {
+            let choices = steps.choices(needs_output);
+            let all = choices.iter().flat_map(|choice| &choice.pieces).copied();
+            let kept = first_run(block, worker, x, all.collect(), steps);
+            Watch::repeat(steps, kept, needs_output)
+        });
+        assert_eq!(all_kept, 0, "needs its output: {needs_output}");
+    }
 }
 
 /// The list begins with what a byte saves most by: attention before elementwise work.
@@ -217,11 +221,11 @@ fn choices_are_in_the_order_of_their_worth() {
     let block = Block::new(DType::F32);
     let x = input(&worker, DType::F32);
     let (_, steps) = study(&block, &worker, &x);
-    let choices = steps.choices();
+    let choices = steps.choices(false);
     let worth: Vec<f64> = choices.iter().map(|c| c.seconds_per_byte()).collect();
     assert!(worth[0] > *worth.last().unwrap(), "{worth:?}");
     assert!(choices.iter().all(|c| c.seconds > 0.0 && c.bytes > 0));
-    assert_eq!(steps.choices(), choices, "the same list every time");
+    assert_eq!(steps.choices(false), choices, "the same list every time");
 }
 
 #[test]

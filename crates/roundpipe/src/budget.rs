@@ -194,6 +194,8 @@ pub struct StageNeeds {
     pub task: u64,
     /// The part of `task` that the sums of gradients take from the first microbatch on.
     pub sums: u64,
+    /// The part of `task` that values on their way out take.
+    pub outbox: u64,
 }
 
 impl StageNeeds {
@@ -213,14 +215,32 @@ impl StageNeeds {
 }
 
 /// What pieces of forwards may take.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct PieceRoom {
-    /// On each worker, of what may stay there.
-    pub worker_bytes: u64,
+    /// By stage, on its worker while it runs.
+    pub stages: Vec<StageRoom>,
+    /// On each worker, of what may stay there, for other values.
+    pub other_bytes: u64,
     /// In host memory, for all workers.
     pub host_bytes: u64,
     /// What a byte in host memory must save at least, in seconds.
     pub host_worth: f64,
+}
+
+/// What pieces of forwards may take on a worker while a stage runs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StageRoom {
+    /// Those that stay there.
+    pub stay: u64,
+    /// Those that come back from host memory, beside `stay`.
+    pub arrive: u64,
+}
+
+impl PieceRoom {
+    /// Whether nothing can be kept.
+    pub fn is_empty(&self) -> bool {
+        self.host_bytes == 0 && self.stages.iter().all(|stage| stage.stay == 0)
+    }
 }
 
 /// What the activations of a call that trains take.
@@ -241,12 +261,21 @@ pub struct ActivationUse {
 pub struct CallNeeds {
     /// By stage.
     pub stages: Vec<StageNeeds>,
-    /// Activations that may stay on a worker beside its largest stage.
+    /// Activations that may stay on a worker beside any of its stages.
     pub kept_bytes: u64,
     /// What pieces of forwards may take, which save a recompute their time.
     pub pieces: PieceRoom,
     /// Activations that the call saves in host memory, if none stays.
     pub host_bytes: u64,
+}
+
+impl CallNeeds {
+    /// What may stay on a worker in all when pieces of forwards take so much of it: they may take
+    /// more than `kept_bytes` where they are gone before the largest stage runs.
+    pub fn may_stay(&self, pieces: u64) -> u64 {
+        let with_pieces = pieces.saturating_add(self.pieces.other_bytes);
+        self.kept_bytes.max(with_pieces)
+    }
 }
 
 impl WorkerBudget {
@@ -283,15 +312,27 @@ impl WorkerBudget {
         kept.min(self.kept) / 4
     }
 
-    /// What may stay on a worker whose largest stage leaves `rest` bytes: the budget's share, or all
-    /// that is left beside the weights of the next stage and what comes early, if that is more.
-    fn kept_of(&self, rest: u64, next_weights: u64) -> u64 {
+    /// What may stay on a worker beside a stage that leaves `rest` bytes: the budget's share, or all
+    /// that is left beside the weights of its neighbours and what comes early, if that is more.
+    fn room_beside(&self, rest: u64, neighbours: u64) -> StageRoom {
         let share = rest.min(self.kept);
-        if !self.takes_spare {
-            return share;
-        }
-        let early = self.arena / 16;
-        share.max(rest.saturating_sub(next_weights).saturating_sub(early))
+        let spare = rest.saturating_sub(neighbours);
+        let arrive = spare.min(self.early());
+        let stay = match self.takes_spare {
+            true => share.max(spare - arrive),
+            false => share,
+        };
+        StageRoom { stay, arrive }
+    }
+
+    /// What values that come before they are needed may take.
+    fn early(&self) -> u64 {
+        self.arena / 16
+    }
+
+    /// The part of that which inputs need, where nothing else comes early.
+    pub fn early_inputs(&self) -> u64 {
+        self.arena / 32
     }
 
     /// The smallest of several workers' budgets, for a plan that must fit all of them.
@@ -307,31 +348,51 @@ impl WorkerBudget {
         self.task.max(largest_layer.min(self.largest_task))
     }
 
-    /// The needs of a stage whose tasks work in `task` bytes, of which `sums` stay.
-    pub fn stage_needs(&self, weights: u64, task: u64, sums: u64) -> StageNeeds {
+    /// The needs of a stage whose tasks work in `task` bytes, of which `sums` stay, and have at most
+    /// `sent` bytes on their way out.
+    pub fn stage_needs(&self, weights: u64, task: u64, sums: u64, sent: u64) -> StageNeeds {
         // Blocks are rounded up and leave gaps, and what is sent waits for its copy.
         let gaps = task / GAPS;
+        let outbox = sent.min(self.outbox);
         StageNeeds {
             weights,
-            task: task.saturating_add(gaps).saturating_add(self.outbox),
+            task: task.saturating_add(gaps).saturating_add(outbox),
             sums,
+            outbox,
         }
     }
 
-    /// The needs of a call; the stage that does not fit if there is one.
+    /// The needs of a call whose stages go round so many workers; the stage that does not fit if
+    /// there is one.
     ///
     /// # Errors
     /// The place of the largest stage.
-    pub fn call_needs(&self, stages: Vec<StageNeeds>) -> Result<CallNeeds, usize> {
-        let totals = stages.iter().map(StageNeeds::total);
-        let largest = totals.enumerate().max_by_key(|(_, total)| *total);
-        let (place, total) = largest.unwrap_or((0, 0));
-        let rest = self.arena.checked_sub(total).ok_or(place)?;
-        let weights = stages.iter().map(|stage| stage.weights).max();
+    pub fn call_needs(&self, stages: Vec<StageNeeds>, workers: usize) -> Result<CallNeeds, usize> {
+        let mut rooms = Vec::with_capacity(stages.len());
+        for (place, stage) in stages.iter().enumerate() {
+            let rest = self.arena.checked_sub(stage.total());
+            // Weights come while the stage before still has its own, and those of the next call's
+            // first stages while the last ones run.
+            let count = stages.len();
+            let next = (place + workers) % count;
+            let before = (place + count - workers % count) % count;
+            let neighbours = stages[next].weights.max(stages[before].weights);
+            rooms.push(rest.map(|rest| self.room_beside(rest, neighbours)));
+        }
+        if rooms.contains(&None) {
+            let totals = stages.iter().map(StageNeeds::total).enumerate();
+            let largest = totals.max_by_key(|(_, total)| *total);
+            return Err(largest.map_or(0, |(place, _)| place));
+        }
+        let rooms: Vec<StageRoom> = rooms.into_iter().flatten().collect();
+        let least = rooms.iter().map(|room| room.stay).min();
         Ok(CallNeeds {
-            kept_bytes: self.kept_of(rest, weights.unwrap_or(0)),
+            kept_bytes: least.unwrap_or(self.kept),
             stages,
-            pieces: PieceRoom::default(),
+            pieces: PieceRoom {
+                stages: rooms,
+                ..PieceRoom::default()
+            },
             host_bytes: 0,
         })
     }
@@ -397,8 +458,9 @@ mod tests {
                 weights,
                 task: 100,
                 sums: 30,
+                outbox: 0,
             };
-            budget.call_needs(vec![stage])
+            budget.call_needs(vec![stage], 1)
         };
         let kept = |weights| call(weights).map(|needs| needs.kept_bytes);
         // All but the stage, the weights of the next one, and a sixteenth for what comes early.
@@ -414,14 +476,38 @@ mod tests {
             weights: 100,
             task: 100,
             sums: 30,
+            outbox: 0,
         };
-        assert_eq!(chosen.call_needs(vec![stage]).unwrap().kept_bytes, 50);
+        assert_eq!(chosen.call_needs(vec![stage], 1).unwrap().kept_bytes, 50);
+    }
+
+    #[test]
+    fn room_is_counted_beside_the_weights_of_neighbours() {
+        let budget = WorkerBudget::new(1600, false, None);
+        let stage = |weights, task| StageNeeds {
+            weights,
+            task,
+            sums: 0,
+            outbox: 0,
+        };
+        let stages = vec![stage(500, 50), stage(100, 400), stage(60, 300)];
+        let stay = |workers| -> Vec<u64> {
+            let needs = budget.call_needs(stages.clone(), workers).unwrap();
+            needs.pieces.stages.iter().map(|room| room.stay).collect()
+        };
+        // The second comes while the first has its weights, and the first of the next call while
+        // the third has.
+        let of = |own: u64, neighbours: u64| 1600 - own - neighbours - 100;
+        assert_eq!(stay(1), [of(550, 100), of(500, 500), of(360, 500)]);
+        // Three workers: the next on the same one is the same stage of the next call.
+        assert_eq!(stay(3), [of(550, 500), of(500, 100), of(360, 60)]);
     }
 
     #[test]
     fn a_task_has_room_for_gaps_and_for_what_leaves() {
         let budget = WorkerBudget::new(1600, false, None);
-        let needs = budget.stage_needs(7, 320, 200);
+        assert_eq!(budget.stage_needs(7, 320, 200, 30).task, 320 + 40 + 30);
+        let needs = budget.stage_needs(7, 320, 200, u64::MAX);
         assert_eq!(needs.task, 320 + 40 + 100);
         assert_eq!(needs.total(), 467);
         let of = |microbatch| needs.of_microbatch(microbatch);

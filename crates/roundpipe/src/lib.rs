@@ -77,7 +77,7 @@ mod checkpoints;
 pub mod wrap;
 
 pub use batch::{Cut, HostInputs, InputsOf, Merge, MergeOutput, SplitInput, SplitLabel};
-pub use budget::{ActivationUse, HostBudget, PieceRoom, WorkerBudget};
+pub use budget::{ActivationUse, HostBudget, PieceRoom, StageRoom, WorkerBudget};
 pub use checkpoint::{Checkpoint, SaveReport, Saving};
 pub use checkpoints::{Checkpoints, Newest};
 pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};

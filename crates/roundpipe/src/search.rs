@@ -76,6 +76,9 @@ pub struct AutoOptions {
     pub upper_threshold: f64,
     /// Parameter bytes on a device: half for the running stage, half for the next.
     pub model_memory_limit: Option<u64>,
+    /// Parameter bytes of a forward stage, where that is less: what it leaves is for activations
+    /// that stay until the backward. A layer that has more is a stage of its own.
+    pub forward_memory_limit: Option<u64>,
     /// What a backward or fused visit may work in beside parameters, in bytes: tapes, working
     /// memory and gradients of one microbatch.
     pub stage_memory_limit: Option<u64>,
@@ -94,6 +97,7 @@ impl AutoOptions {
             shared_compute: false,
             upper_threshold: 1.1,
             model_memory_limit: None,
+            forward_memory_limit: None,
             stage_memory_limit: None,
             layer_grain: false,
         }
@@ -121,8 +125,10 @@ impl AutoOptions {
             }
             Pass::Backward | Pass::Fused => costs.visit_bytes(layers.clone()) <= limit,
         };
-        costs.bytes(layers.clone()) <= self.stage_bytes()
-            && self.stage_memory_limit.is_none_or(works_in)
+        let is_forward = pass == Pass::Forward && layers.len() > 1;
+        let forward = self.forward_memory_limit.filter(|_| is_forward);
+        let most = forward.map_or(self.stage_bytes(), |limit| limit.min(self.stage_bytes()));
+        costs.bytes(layers.clone()) <= most && self.stage_memory_limit.is_none_or(works_in)
     }
 
     fn check(&self) -> Result<()> {

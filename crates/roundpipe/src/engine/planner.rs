@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use roundpipe_tensor::{Bytes, DType, HostTensor, LaneKind, Shape, host_memory};
 
-use crate::budget::{CallNeeds, PieceRoom, StageNeeds, WorkerBudget};
+use crate::budget::{CallNeeds, PieceRoom, StageNeeds, StageRoom, WorkerBudget};
 use crate::config::{Grain, Resolved};
 use crate::cost::{
     CopyRates, CostMode, LayerCosts, LayerTimes, MachineRates, Phase, Spec, WorkerSpeeds,
@@ -363,38 +363,22 @@ impl Planner {
             .iter()
             .map(|stage| self.stage_needs(&budget, stage, key.grain, costs))
             .collect();
-        let checked = budget.call_needs(needs.clone()).map(|checked| {
+        let workers = self.ring.workers().len();
+        let checked = budget.call_needs(needs.clone(), workers).map(|checked| {
             let saved = saved_bytes(key, &stages, costs);
+            let checked = CallNeeds {
+                host_bytes: saved,
+                ..checked
+            };
             if key.recompute_all {
                 return CallNeeds {
                     kept_bytes: checked.kept_bytes.min(budget.kept),
-                    host_bytes: saved,
+                    pieces: PieceRoom::default(),
                     ..checked
                 };
             }
-            let free = checked.kept_bytes - budget.for_next_stage(checked.kept_bytes);
-            let link = self.link(key, costs, state);
-            let spare = link.spare_bytes(saved);
-            // Saved inputs stay first: that saves host memory. Where there are too many of them,
-            // the link takes them, if it has time.
-            let inputs = saved / self.ring.workers().len() as u64;
-            let first = match spare {
-                Some(_) => inputs.min(free / 3),
-                None => inputs,
-            };
-            let (host_bytes, host_worth) = match self.ring.host_activations() {
-                Some(bytes) => (bytes.0.saturating_sub(saved), 0.0),
-                None => (self.usual_host_bytes(), MUCH / (1e3 * link.bytes_per_ms)),
-            };
-            CallNeeds {
-                host_bytes: saved,
-                pieces: PieceRoom {
-                    worker_bytes: free.saturating_sub(first),
-                    host_bytes: spare.unwrap_or(0).min(host_bytes),
-                    host_worth,
-                },
-                ..checked
-            }
+            let pieces = self.piece_room(key, &checked, costs, state);
+            CallNeeds { pieces, ..checked }
         });
         checked.map_err(|stage| {
             let needs = needs[stage];
@@ -413,19 +397,71 @@ impl Planner {
         })
     }
 
+    /// What pieces of forwards may take in a call.
+    fn piece_room(
+        &self,
+        key: &PlanKey,
+        needs: &CallNeeds,
+        costs: &LayerCosts,
+        state: &PlannerState,
+    ) -> PieceRoom {
+        let budget = self.ring.least_budget();
+        let for_next = budget.for_next_stage(needs.kept_bytes);
+        let free = needs.kept_bytes - for_next;
+        let saved = needs.host_bytes;
+        let workers = self.ring.workers().len() as u64;
+        let link = self.link(key, costs, state);
+        // Saved inputs stay first: that saves host memory. Where there are too many of them, the
+        // link takes them, if it has time.
+        let inputs = saved / workers;
+        let stay = match link.spare_bytes(saved) {
+            Some(_) => inputs.min(free / 3),
+            None => inputs.min(free),
+        };
+        let spare = link.spare_bytes(saved - stay * workers);
+        let (host_bytes, host_worth) = match self.ring.host_activations() {
+            Some(bytes) => (bytes.0.saturating_sub(saved), 0.0),
+            None => (self.usual_host_bytes(), MUCH / (1e3 * link.up_bytes_per_ms)),
+        };
+        let other_bytes = stay + for_next;
+        // Where the user gave no host memory, few pieces go there, and those that stay need not
+        // leave them a place to come back to.
+        let arrive = match self.ring.host_activations() {
+            None if budget.takes_spare => budget.early_inputs(),
+            _ => u64::MAX,
+        };
+        let rooms = needs.pieces.stages.iter().map(|room| {
+            let spare = room.arrive.saturating_sub(arrive);
+            StageRoom {
+                stay: (room.stay + spare).saturating_sub(other_bytes),
+                arrive: room.arrive - spare,
+            }
+        });
+        PieceRoom {
+            stages: rooms.collect(),
+            other_bytes,
+            host_bytes: spare.unwrap_or(0).min(host_bytes),
+            host_worth,
+        }
+    }
+
     /// What the link to the devices has to do in a call.
     fn link(&self, key: &PlanKey, costs: &LayerCosts, state: &PlannerState) -> Link {
         let all = 0..self.layers.len();
-        let one_ms = costs.forward_ms(all.clone())
-            + costs.recompute_ms(all.clone())
-            + costs.backward_ms(all.clone());
-        let rate = state.rates.bytes_per_ms(LaneKind::ParamUpload);
+        let count = key.microbatches as f64;
+        let back_ms = costs.recompute_ms(all.clone()) + costs.backward_ms(all.clone());
+        // Lanes share the link, so each is at most as fast as the link is.
+        let fastest = |lanes: [LaneKind; 2]| {
+            let rates = lanes.map(|lane| state.rates.bytes_per_ms(lane));
+            rates.into_iter().flatten().reduce(f64::max).unwrap_or(LINK)
+        };
         Link {
             exists: !self.ring.is_host(),
-            // Up for the forward, and again for the backward.
-            weights: costs.bytes(all).saturating_mul(2),
-            kernels_ms: one_ms * key.microbatches as f64,
-            bytes_per_ms: rate.unwrap_or(LINK),
+            weights: costs.bytes(all.clone()),
+            forward_ms: costs.forward_ms(all) * count,
+            backward_ms: back_ms * count,
+            up_bytes_per_ms: fastest([LaneKind::ParamUpload, LaneKind::ActivationUpload]),
+            down_bytes_per_ms: fastest([LaneKind::ActivationDownload, LaneKind::GradDownload]),
         }
     }
 
@@ -458,6 +494,7 @@ impl Planner {
                 weights,
                 task,
                 sums: 0,
+                outbox: budget.outbox,
             };
         }
         let sums = match stage.pass {
@@ -465,7 +502,19 @@ impl Planner {
             Pass::Backward | Pass::Fused => costs.grad_bytes(layers),
         };
         let task = costs.task_bytes(stage, grain == Grain::Layer);
-        budget.stage_needs(weights, task, sums)
+        let sent = match stage.pass {
+            // Inputs for recomputes, and pieces that leave, of every layer.
+            Pass::Forward => u64::MAX,
+            // A value at a time: a gradient or an output. The outbox has those of three tasks, and
+            // takes one before it looks.
+            Pass::Backward | Pass::Fused => {
+                let before = stage.layers.start.saturating_sub(1);
+                let passed = costs.layers[before..stage.layers.end].iter();
+                let largest = passed.map(|layer| layer.activation_bytes).max();
+                largest.unwrap_or(0).saturating_mul(4)
+            }
+        };
+        budget.stage_needs(weights, task, sums, sent)
     }
 
     /// What the search may assume: the machine as measured, and limits between those of the largest
@@ -496,6 +545,11 @@ impl Planner {
             // Twice: while one stage runs, the weights of the next are uploaded.
             let weights = between(2 * largest.weights, budget.weights, share);
             options.model_memory_limit = Some(weights);
+            // Pieces that stay beside the last forward stage stay beside its weights, too. With
+            // several workers more stages are more copies between them.
+            if workers.len() == 1 && budget.takes_spare && key.kind != PlanKind::Infer {
+                options.forward_memory_limit = Some(budget.arena / 16);
+            }
             let setting = &mut options.setting;
             let rate = |lane| state.rates.bytes_per_ms(lane).unwrap_or(LINK);
             setting.upload_bytes_per_ms = Some(rate(LaneKind::ParamUpload));
@@ -580,24 +634,28 @@ fn saved_bytes(key: &PlanKey, stages: &[Stage], costs: &LayerCosts) -> u64 {
 /// The link between host and devices in a call.
 struct Link {
     exists: bool,
-    /// That travel anyway.
+    /// That a backward brings anyway.
     weights: u64,
-    /// What all kernels take.
-    kernels_ms: f64,
-    bytes_per_ms: f64,
+    /// What all kernels of forwards take, and of backwards.
+    forward_ms: f64,
+    backward_ms: f64,
+    up_bytes_per_ms: f64,
+    down_bytes_per_ms: f64,
 }
 
 impl Link {
     /// Of the time that kernels take, what copies beside them may take. Rates are rough before they
     /// are measured, and copies come in bursts.
-    const SHARE: f64 = 0.6;
+    const SHARE: f64 = 0.8;
 
-    /// Bytes that may travel beside the weights and these, in each direction; `None` if there is no
-    /// time for these. In host memory nothing travels, and a value that stays saves a copy.
+    /// Bytes that may travel beside these, down beside the forwards and up beside the backwards;
+    /// `None` if there is no time for these. In host memory nothing travels, and a value that stays
+    /// saves a copy.
     fn spare_bytes(&self, saved: u64) -> Option<u64> {
-        let busy = (self.weights as f64 + saved as f64) / self.bytes_per_ms;
-        let spare_ms = Self::SHARE * self.kernels_ms - busy;
-        (self.exists && spare_ms >= 0.0).then_some((spare_ms * self.bytes_per_ms) as u64)
+        let down = Self::SHARE * self.forward_ms * self.down_bytes_per_ms;
+        let up = Self::SHARE * self.backward_ms * self.up_bytes_per_ms - self.weights as f64;
+        let spare = down.min(up) - saved as f64;
+        (self.exists && spare >= 0.0).then_some(spare as u64)
     }
 }
 

@@ -103,22 +103,22 @@ pub(crate) struct PendingCall {
 /// The layers that a call recomputes.
 fn recomputed_layers(
     stages: &[Stage],
-    workers: &[usize],
+    grain: Grain,
     forward_ms: &dyn Fn(usize) -> Option<f64>,
 ) -> Vec<RecomputedLayer> {
     let mut recomputed = Vec::new();
-    let placed = || stages.iter().zip(workers);
-    for (stage, worker) in placed().filter(|(stage, _)| stage.pass == Pass::Forward) {
+    let forward = stages.iter().enumerate();
+    for (first, stage) in forward.filter(|(_, stage)| stage.pass == Pass::Forward) {
         for layer in stage.layers.clone() {
             let is_back =
                 |stage: &Stage| stage.pass == Pass::Backward && stage.layers.contains(&layer);
-            let Some((_, back)) = placed().find(|(stage, _)| is_back(stage)) else {
+            let Some(last) = stages.iter().position(is_back) else {
                 continue;
             };
             recomputed.push(RecomputedLayer {
                 layer,
-                worker: *worker,
-                is_local: worker == back,
+                stages: first..=last,
+                needs_output: grain == Grain::Stage && layer + 1 < stages[last].layers.end,
                 forward_ms: forward_ms(layer),
             });
         }
@@ -343,32 +343,21 @@ impl Core {
         // A call that is cancelled below has moved the ring on; placement changes no result.
         let assigned = self.ring.assign(&stages);
         let microbatches = prepared.inputs.sources.len();
-        let keep = match trains {
-            true => {
-                let times = part.planner.times();
-                let recomputed = recomputed_layers(&stages, &assigned, &|layer| {
-                    times.average_ms(layer - part.layers.start, Phase::Forward)
-                });
-                let repeats = &self.model.repeats;
-                repeats.choose(&recomputed, microbatches, needs.pieces)
-            }
-            false => KeepPlan::default(),
-        };
+        let mut keep = KeepPlan::default();
         if trains {
+            let times = part.planner.times();
             let grain = prepared.config.recompute_grain;
-            let backward = stages.iter().filter(|stage| stage.pass == Pass::Backward);
-            let layers = backward.flat_map(|stage| {
-                let layers = stage.layers.clone();
-                let end = layers.end;
-                layers.map(move |layer| (layer, grain == Grain::Stage && layer + 1 < end))
+            let recomputed = recomputed_layers(&stages, grain, &|layer| {
+                times.average_ms(layer - part.layers.start, Phase::Forward)
             });
-            let shares = self.model.repeats.shares_left(&keep, layers);
-            self.notes().recompute_shares = shares;
+            let repeats = &self.model.repeats;
+            keep = repeats.choose(&recomputed, &assigned, microbatches, &needs.pieces);
+            self.notes().recompute_shares = repeats.shares_left(&keep, &recomputed);
             let on_workers: u64 = keep.worker_bytes.values().sum();
             let most = keep.worker_bytes.values().max().copied().unwrap_or(0);
             self.notes().activations = Some(ActivationUse {
                 saved: needs.host_bytes,
-                may_stay: needs.kept_bytes.saturating_sub(most),
+                may_stay: needs.may_stay(most) - most,
                 pieces_on_workers: on_workers,
                 pieces_in_host: keep.host_bytes,
             });

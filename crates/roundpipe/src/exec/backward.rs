@@ -5,6 +5,7 @@
 //! order that keeps the copy lanes busy: what is needed first is asked for first, and what the next
 //! group needs starts on its way before this group is computed.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use roundpipe_tensor::transfer::{Arrival, HostValue};
@@ -27,11 +28,28 @@ use crate::tree::Tree;
 /// How a trace names values that a forward saved for its recompute.
 const RECOMPUTE: &str = "saved for recompute";
 
-/// What a forward saved for a layer's recompute, on its way here.
+/// What forwards saved for recomputes, on its way here, by layer and microbatch.
+#[derive(Default)]
 pub(super) struct Prefetched {
-    input: Arriving,
-    /// `None` if the forward has not saved it yet.
-    saved: Option<ArrivingSaved>,
+    /// Where a group of layers begins.
+    inputs: HashMap<(usize, usize), Arriving>,
+    /// Of every layer whose forward had saved it by then.
+    saved: HashMap<(usize, usize), ArrivingSaved>,
+}
+
+impl Prefetched {
+    pub fn clear(&mut self) {
+        self.inputs.clear();
+        self.saved.clear();
+    }
+
+    /// Frees pieces that have come early. Their recomputes make them again.
+    pub fn drop_pieces(&mut self) {
+        for saved in self.saved.values_mut() {
+            let is_here = |piece: &ArrivingPiece| matches!(piece, ArrivingPiece::Arriving(_));
+            saved.kept.retain(|(_, piece)| !is_here(piece));
+        }
+    }
 }
 
 /// [`SavedForRecompute`] on its way here.
@@ -77,25 +95,22 @@ impl Launcher {
         let mut arriving_grads = None;
         for (index, group) in groups.iter().enumerate() {
             // Inputs first: the recompute needs them before the backward needs gradients.
-            let (mut value, mut saved) = self.wait_saved(task, group.start)?;
+            let mut value = self.wait_saved(task, group.start)?;
             if index == 0 {
                 arriving_grads = self.prefetch_grads(task)?;
             }
             // What runs next decides what travels now: a layer of this task, the next job, or this
             // stage's next microbatch.
             match groups.get(index + 1) {
-                Some(next) => self.prefetch_saved(task, next.start)?,
+                Some(next) => self.prefetch_saved(task, next, 0)?,
                 None if task.is_last() => self.prefetch_for_next_job(task)?,
-                None => self.prefetch_saved(&task.at(task.microbatch + 1), groups[0].start)?,
+                None => self.prefetch_saved(&task.at(task.microbatch + 1), &groups[0], 0)?,
             }
             let mut tapes = Vec::new();
             for layer in group.clone() {
-                // `saved` came with the group's input and is its first layer's; the others wait for
-                // theirs. The output of the last is not needed.
+                // The output of the last is not needed.
                 let needs_output = layer + 1 < group.end;
-                let saved = saved.take();
-                let ran =
-                    self.recompute(job, loaded, task, (layer, needs_output), &value, saved)?;
+                let ran = self.recompute(job, loaded, task, (layer, needs_output), &value)?;
                 tapes.extend(ran.tape);
                 value = ran.output;
             }
@@ -122,7 +137,10 @@ impl Launcher {
         mut grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
         let sums_stay = self.sums_stay(task);
+        let outbox = task.spec().needs.stages[task.stage].outbox;
         for (layer, tape) in layers.zip(tapes).rev() {
+            let room = self.port.make_room(outbox);
+            room.map_err(|error| task.error(Some(layer), error))?;
             self.show_gradients(task, layer, &grads)?;
             let here = loaded.0.get_mut(&layer);
             let here = here.expect("the layer was run in this task");
@@ -173,9 +191,8 @@ impl Launcher {
         task: &Task<'_>,
         (layer, needs_output): (usize, bool),
         input: &Tree<Activation>,
-        saved: Option<ArrivingSaved>,
     ) -> Result<Ran> {
-        let saved = match saved {
+        let saved = match self.prefetched.saved.remove(&(layer, task.microbatch)) {
             Some(saved) => saved,
             None => {
                 let saved = task
@@ -249,36 +266,40 @@ impl Launcher {
 
     // ---- what the forward saved ----
 
-    /// The saved input of a layer, on the worker, and what else was prefetched with it.
-    fn wait_saved(
-        &mut self,
-        task: &Task<'_>,
-        layer: usize,
-    ) -> Result<(Tree<Activation>, Option<ArrivingSaved>)> {
-        if let Some(prefetched) = self.prefetched.remove(&(layer, task.microbatch)) {
-            let input = self.land(task, prefetched.input)?;
-            return Ok((input, prefetched.saved));
+    /// The saved input of a layer, on the worker.
+    fn wait_saved(&mut self, task: &Task<'_>, layer: usize) -> Result<Tree<Activation>> {
+        let prefetched = self.prefetched.inputs.remove(&(layer, task.microbatch));
+        if let Some(arriving) = prefetched {
+            return self.land(task, arriving);
         }
         let saved = task.call.wait_saved(&self.who, layer, task.microbatch)?;
         let arriving = self.receive(task, saved, Needed::Now)?;
-        Ok((self.land(task, arriving)?, None))
+        self.land(task, arriving)
     }
 
-    /// Starts bringing what was saved for a layer, if it is there.
-    fn prefetch_saved(&mut self, task: &Task<'_>, layer: usize) -> Result<()> {
-        let Some(input) = task.call.try_take_saved(layer, task.microbatch) else {
+    /// Starts bringing what was saved for a group of layers, as far as it is there, in the order in
+    /// which they are recomputed, and as far as it leaves tasks `spare` bytes more than they need.
+    /// Memory that was not lent before is filled behind all kernels queued so far, so what is asked
+    /// for by its own task would let that task's kernels wait.
+    fn prefetch_saved(&mut self, task: &Task<'_>, layers: &Range<usize>, spare: u64) -> Result<()> {
+        let microbatch = task.microbatch;
+        let when = Needed::Later { spare };
+        let Some(input) = task.call.try_take_saved(layers.start, microbatch) else {
             return Ok(());
         };
-        // A forward saves a layer's input before it runs the layer, so the rest may not be there
-        // yet.
-        let saved = task.call.try_take_for_recompute(layer, task.microbatch);
-        let input = self.receive(task, input, Needed::Later)?;
-        let saved = match saved {
-            Some(saved) => Some(self.receive_saved(task, layer, &saved, Needed::Later)?),
-            None => None,
-        };
-        let key = (layer, task.microbatch);
-        self.prefetched.insert(key, Prefetched { input, saved });
+        let input = self.receive(task, input, when)?;
+        self.prefetched
+            .inputs
+            .insert((layers.start, microbatch), input);
+        for layer in layers.clone() {
+            // A forward saves a layer's input before it runs the layer, so the rest may not be
+            // there yet.
+            let Some(saved) = task.call.try_take_for_recompute(layer, microbatch) else {
+                return Ok(());
+            };
+            let saved = self.receive_saved(task, layer, &saved, when)?;
+            self.prefetched.saved.insert((layer, microbatch), saved);
+        }
         Ok(())
     }
 
@@ -299,8 +320,11 @@ impl Launcher {
             stage: next.stage,
             microbatch: 0,
         };
-        let layer = groups(stage, task.spec().grain)[0].start;
-        self.prefetch_saved(&first, layer)
+        let layers = groups(stage, task.spec().grain).remove(0);
+        // Rounded gradients of this job are made before the next one claims its working memory, and
+        // beside the sums.
+        let sums = task.spec().needs.stages[task.stage].sums;
+        self.prefetch_saved(&first, &layers, sums)
     }
 
     /// Starts bringing what a layer saved for its recompute.
@@ -323,13 +347,21 @@ impl Launcher {
         for (index, value) in &saved.buffers {
             buffers.push((*index, receive(value)?));
         }
+        // A piece that could not come early is computed again, unless all pieces of the call are
+        // known to spare more time than their copies take.
+        let waits_for_pieces = task.spec().needs.pieces.host_worth > 0.0;
         let mut kept = Vec::with_capacity(saved.kept.len());
         for (number, value) in &saved.kept {
             if value.is_device_only() {
                 kept.push((*number, ArrivingPiece::Kept(value.clone())));
                 continue;
             }
-            let incoming = self.bring(RECOMPUTE, value, Needed::Later);
+            let when = match when {
+                Needed::Now if !waits_for_pieces => continue,
+                Needed::Now => Needed::Later { spare: 0 },
+                later => later,
+            };
+            let incoming = self.bring(RECOMPUTE, value, when);
             let incoming = incoming.map_err(|error| task.error(Some(layer), error))?;
             if let Incoming::Arriving(arrival) = incoming {
                 kept.push((*number, ArrivingPiece::Arriving(arrival)));

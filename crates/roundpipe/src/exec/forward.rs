@@ -182,7 +182,7 @@ impl Launcher {
             // The next microbatch travels while this one computes.
             let next = task.at(task.microbatch + 1);
             if let Some(input) = self.try_input(&next)? {
-                *next_input = Some(self.receive(&next, input, Needed::Later)?);
+                *next_input = Some(self.receive(&next, input, Needed::Later { spare: 0 })?);
             }
         }
         Ok(value)
@@ -259,7 +259,7 @@ impl Launcher {
         let layer = here.index;
         // A long stage sends an input for every layer; the outbox would hold them all until the
         // task ends.
-        let room = self.port.make_room(self.budget.outbox);
+        let room = self.port.make_room(spec.needs.stages[task.stage].outbox);
         room.map_err(|error| task.error(Some(layer), error))?;
         let module = &*spec.model.layers[layer].1;
         let ran = self.timed(task, Some(layer), category, || {
@@ -303,14 +303,20 @@ impl Launcher {
     fn watch_forward(&self, task: &Task<'_>, layer: usize, input: &Tree<Activation>) -> Watch {
         let spec = task.spec();
         let device = self.worker().device();
-        let working = (!device.aliases_host()).then(|| self.next_working());
+        // They stay until the backward, so they leave room for every task until then.
+        let later = &spec.needs.stages[task.stage..];
+        let largest = later.iter().map(|needs| needs.task).max().unwrap_or(0);
+        let working = (!device.aliases_host()).then_some(largest);
         let (mut stay, mut leave) = (Vec::new(), Vec::new());
         let Some(keep) = spec.keep.layers.get(&layer) else {
             return Watch::keep(stay, leave, working);
         };
         let key = PassKey::new(layer, self.index, spec.training, input);
         let known = spec.model.repeats.get(&key).flatten();
-        let choices = known.map_or_else(|| Arc::from([]), |known| known.choices);
+        let choices = known.map_or_else(
+            || Arc::from([]),
+            |known| known.choices(keep.needs_output).clone(),
+        );
         let mut room = self.kept.room_for_pieces();
         for (place, choice) in choices.iter().enumerate().take(keep.stay + keep.leave) {
             if place >= keep.stay {

@@ -9,7 +9,6 @@
 //! - A job that fails or panics fails its call, never the worker or the thread.
 //! - Every job ends one part of its call, on every path.
 
-use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
@@ -43,8 +42,8 @@ pub(crate) struct Launcher {
     pub(super) copies: CopyThreads,
     pub(super) budget: WorkerBudget,
     pub(super) kept: KeptValues,
-    /// What forwards saved, on its way here, by layer and microbatch.
-    pub(super) prefetched: HashMap<(usize, usize), Prefetched>,
+    /// What forwards saved, on its way here.
+    pub(super) prefetched: Prefetched,
     pub(super) resident: Vec<ResidentWeights>,
     /// The call of the current job.
     pub(super) call: Weak<Call>,
@@ -71,7 +70,7 @@ impl Launcher {
             copies,
             kept: KeptValues::new(&budget),
             budget,
-            prefetched: HashMap::new(),
+            prefetched: Prefetched::default(),
             resident: Vec::new(),
             call: Weak::new(),
             queue,
@@ -154,9 +153,10 @@ impl Launcher {
             .get(&self.index)
             .copied()
             .unwrap_or(0);
-        let for_next = self.budget.for_next_stage(spec.needs.kept_bytes);
-        self.kept
-            .set_limit(spec.needs.kept_bytes, for_next, for_pieces);
+        let needs = &spec.needs;
+        let for_next = self.budget.for_next_stage(needs.kept_bytes);
+        let limit = needs.may_stay(for_pieces);
+        self.kept.set_limit(limit, for_next, for_pieces);
         self.call = Arc::downgrade(call);
     }
 
@@ -350,8 +350,14 @@ impl Launcher {
             requested => return requested,
         }
         // Pieces of forwards first: they cost a recompute, not a copy to the host and back.
-        self.kept.drop_pieces();
         self.worker.pool().trim();
+        while self.kept.drop_piece_at_frontier() {
+            match self.request_weights(job, Some(working)) {
+                Err(error) if error.is_device_full() => {}
+                requested => return requested,
+            }
+        }
+        self.kept.drop_pieces();
         match self.request_weights(job, Some(working)) {
             Err(error) if error.is_device_full() => {}
             requested => return requested,
@@ -373,13 +379,22 @@ impl Launcher {
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
-        // The cheap way first: the compute lane waits for copies that are under way anyway.
-        let drained = self.port.make_room(0);
-        drained.map_err(|error| task.error(None, error))?;
-        if self.worker.pool().claim_working(bytes) {
-            return Ok(());
+        // The cheap way first: the compute lane waits for copies that are under way anyway, the
+        // oldest first.
+        for quarters in (0..4).rev() {
+            let drained = self.port.make_room(self.budget.outbox / 4 * quarters);
+            drained.map_err(|error| task.error(None, error))?;
+            if self.worker.pool().claim_working(bytes) {
+                return Ok(());
+            }
         }
-        self.kept.drop_pieces();
+        // Then what lies in the way and can be computed again.
+        while self.kept.drop_piece_at_frontier() {
+            if self.worker.pool().claim_working(bytes) {
+                return Ok(());
+            }
+        }
+        self.prefetched.drop_pieces();
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
@@ -395,6 +410,7 @@ impl Launcher {
     fn free_optional(&mut self) -> roundpipe_tensor::Result<()> {
         // A job that uses resident weights holds their tensors itself.
         self.resident.clear();
+        self.prefetched.drop_pieces();
         self.kept.spill(&self.port)?;
         // Behind the spill, whose sources are in the outbox now.
         self.port.make_room(0)?;

@@ -53,8 +53,8 @@ impl JobQueue {
         lock(&self.state)
     }
 
-    pub fn push(&self, job: StageJob) {
-        self.lock().jobs.push_back(job);
+    pub fn push_all(&self, jobs: Vec<StageJob>) {
+        self.lock().jobs.extend(jobs);
         self.changed.notify_all();
     }
 

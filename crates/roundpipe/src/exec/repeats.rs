@@ -14,12 +14,13 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex};
 
 use roundpipe_tensor::{DType, KeepChoice, PassSteps, Shape};
 
 use super::run_layer::Activation;
-use crate::budget::PieceRoom;
+use crate::budget::{PieceRoom, StageRoom};
 use crate::sync::lock;
 use crate::tree::Tree;
 
@@ -53,10 +54,18 @@ impl PassKey {
 #[derive(Debug, Clone)]
 pub(crate) struct KnownPass {
     pub steps: Arc<PassSteps>,
-    /// What is worth keeping, the best first; empty where forward and recompute differ.
-    pub choices: Arc<[KeepChoice]>,
+    /// Of a recompute whose output is not needed, and of one whose output the next layer starts
+    /// from.
+    choices: [Arc<[KeepChoice]>; 2],
     /// What all of it takes, as far as that is known before it runs.
     pub whole_seconds: f64,
+}
+
+impl KnownPass {
+    /// What is worth keeping, the best first; empty where forward and recompute differ.
+    pub fn choices(&self, needs_output: bool) -> &Arc<[KeepChoice]> {
+        &self.choices[usize::from(needs_output)]
+    }
 }
 
 /// What is known of a model's layers.
@@ -66,10 +75,10 @@ pub(crate) struct Repeats(Mutex<HashMap<PassKey, Option<KnownPass>>>);
 /// A layer that a call recomputes.
 pub(crate) struct RecomputedLayer {
     pub layer: usize,
-    /// The worker of its forward.
-    pub worker: usize,
-    /// Whether its recompute is on the same one.
-    pub is_local: bool,
+    /// The stages of its forward and of its recompute.
+    pub stages: RangeInclusive<usize>,
+    /// Whether a next layer is recomputed with it.
+    pub needs_output: bool,
     /// What its forward takes, where that was measured.
     pub forward_ms: Option<f64>,
 }
@@ -80,6 +89,8 @@ pub(crate) struct RecomputedLayer {
 pub(crate) struct LayerKeep {
     pub stay: usize,
     pub leave: usize,
+    /// Whether a next layer is recomputed with it, which decides what there is to choose from.
+    pub needs_output: bool,
 }
 
 /// How much of the layers of a call is kept.
@@ -102,14 +113,15 @@ impl Repeats {
     pub fn learn(&self, key: PassKey, steps: Option<PassSteps>, forward_signature: u64) {
         let known = steps.map(|steps| {
             // Numbers of pieces mean the same in both runs only if both took the same ones.
-            let choices = match steps.signature() == forward_signature {
-                true => steps.choices(),
-                false => Vec::new(),
+            let is_same = steps.signature() == forward_signature;
+            let choices = |needs_output| match is_same {
+                true => Arc::from(steps.choices(needs_output)),
+                false => Arc::from([]),
             };
             KnownPass {
                 whole_seconds: steps.whole_seconds(),
+                choices: [choices(false), choices(true)],
                 steps: Arc::new(steps),
-                choices: choices.into(),
             }
         });
         let mut passes = lock(&self.0);
@@ -125,81 +137,81 @@ impl Repeats {
     }
 
     /// What to keep of a call's layers: the best by seconds per byte, on the workers until they are
-    /// full, then in host memory.
+    /// full, then in host memory. `workers` are those of the call's stages.
     pub fn choose(
         &self,
         recomputed: &[RecomputedLayer],
+        workers: &[usize],
         microbatches: usize,
-        room: PieceRoom,
+        room: &PieceRoom,
     ) -> KeepPlan {
         let mut plan = KeepPlan::default();
-        if room.worker_bytes == 0 && room.host_bytes == 0 || recomputed.is_empty() {
+        if room.is_empty() || recomputed.is_empty() {
             return plan;
         }
         let largest = self.largest();
-        let worth = |layer: &RecomputedLayer, taken: usize| {
+        let choice = |layer: &RecomputedLayer, taken: usize| {
             let known = largest.get(&layer.layer)?;
-            let choice = known.choices.get(taken)?;
-            Some(Worth(choice.seconds_per_byte()))
+            known.choices(layer.needs_output).get(taken)
         };
         let scale = measured_scale(recomputed, &largest);
+        let mut use_of = StageUse::new(room, workers, microbatches as u64);
         let mut queue = BinaryHeap::new();
         for (place, layer) in recomputed.iter().enumerate() {
-            queue.extend(worth(layer, 0).map(|worth| (worth, Reverse(place))));
+            let first = choice(layer, 0).map(|choice| Worth(choice.seconds_per_byte()));
+            queue.extend(first.map(|worth| (worth, Reverse(spread(place)), place)));
         }
-        while let Some((Worth(seconds_per_byte), Reverse(place))) = queue.pop() {
+        while let Some((Worth(seconds_per_byte), turn, place)) = queue.pop() {
             let layer = &recomputed[place];
             let keep = plan.layers.entry(layer.layer).or_default();
-            let choice = &largest[&layer.layer].choices[keep.stay + keep.leave];
-            let bytes = choice.bytes.saturating_mul(microbatches as u64);
-            let here = plan.worker_bytes.entry(layer.worker).or_default();
+            keep.needs_output = layer.needs_output;
+            let bytes = choice(layer, keep.stay + keep.leave).map_or(0, |choice| choice.bytes);
             // In the order of the list: what leaves is behind what stays.
-            let can_stay = layer.is_local && keep.leave == 0;
-            if can_stay && here.saturating_add(bytes) <= room.worker_bytes {
-                *here += bytes;
+            if keep.leave == 0 && use_of.stay(layer, bytes) {
                 keep.stay += 1;
-            } else if scale * seconds_per_byte >= room.host_worth
-                && plan.host_bytes.saturating_add(bytes) <= room.host_bytes
-            {
-                plan.host_bytes += bytes;
+            } else if scale * seconds_per_byte >= room.host_worth && use_of.leave(layer, bytes) {
                 keep.leave += 1;
             } else {
                 // The list of a layer counts on everything before, so it ends here.
                 continue;
             }
-            let taken = keep.stay + keep.leave;
-            queue.extend(worth(layer, taken).map(|worth| (worth, Reverse(place))));
+            let next = choice(layer, keep.stay + keep.leave);
+            let worth = next.map(|choice| Worth(choice.seconds_per_byte()));
+            queue.extend(worth.map(|worth| (worth, turn, place)));
         }
+        plan.worker_bytes = use_of.worker_bytes;
+        plan.host_bytes = use_of.host_bytes;
         plan
     }
 
     /// For each of these layers, the share of its forward that its recompute still takes under a
-    /// plan; 1 where nothing is known. `needs_output` says whether a next layer is recomputed with it.
+    /// plan; 1 where nothing is known.
     pub fn shares_left(
         &self,
         plan: &KeepPlan,
-        layers: impl Iterator<Item = (usize, bool)>,
+        recomputed: &[RecomputedLayer],
     ) -> Vec<(usize, f64)> {
         let largest = self.largest();
-        let share = |layer: usize, needs_output: bool| {
-            let Some(known) = largest.get(&layer) else {
+        let share = |layer: &RecomputedLayer| {
+            let Some(known) = largest.get(&layer.layer) else {
                 return 1.0;
             };
-            let keep = plan.layers.get(&layer).copied().unwrap_or_default();
-            let kept = known.choices.len().min(keep.stay + keep.leave);
-            let kept = &known.choices[..kept];
-            known.steps.share_left(kept, needs_output)
+            let keep = plan.layers.get(&layer.layer).copied().unwrap_or_default();
+            let choices = known.choices(layer.needs_output);
+            let kept = choices.len().min(keep.stay + keep.leave);
+            known.steps.share_left(&choices[..kept], layer.needs_output)
         };
-        layers
-            .map(|(layer, needs_output)| (layer, share(layer, needs_output)))
-            .collect()
+        let layers = recomputed.iter();
+        layers.map(|layer| (layer.layer, share(layer))).collect()
     }
 
     /// What is known of every layer, for the largest input that it has met.
     fn largest(&self) -> HashMap<usize, KnownPass> {
         let mut largest: HashMap<usize, (u64, KnownPass)> = HashMap::new();
-        let bytes =
-            |known: &KnownPass| known.choices.iter().map(|choice| choice.bytes).sum::<u64>();
+        let bytes = |known: &KnownPass| {
+            let choices = known.choices(true).iter();
+            choices.map(|choice| choice.bytes).sum::<u64>()
+        };
         for (key, known) in lock(&self.0).iter() {
             let Some(known) = known else { continue };
             let size = bytes(known);
@@ -211,6 +223,83 @@ impl Repeats {
         let largest = largest.into_iter();
         largest.map(|(layer, (_, known))| (layer, known)).collect()
     }
+}
+
+/// What pieces take on workers, stage by stage, and in host memory.
+struct StageUse<'a> {
+    room: &'a PieceRoom,
+    workers: &'a [usize],
+    microbatches: u64,
+    /// Pieces that stay, while each stage runs.
+    staying: Vec<u64>,
+    /// Pieces that one microbatch of a stage has back from host memory.
+    arriving: Vec<u64>,
+    worker_bytes: HashMap<usize, u64>,
+    host_bytes: u64,
+}
+
+impl<'a> StageUse<'a> {
+    fn new(room: &'a PieceRoom, workers: &'a [usize], microbatches: u64) -> Self {
+        Self {
+            room,
+            workers,
+            microbatches,
+            staying: vec![0; workers.len()],
+            arriving: vec![0; workers.len()],
+            worker_bytes: HashMap::new(),
+            host_bytes: 0,
+        }
+    }
+
+    /// What may still stay on a stage's worker while it runs.
+    fn left(&self, stage: usize) -> u64 {
+        // Those of the task under way, and those of the next. A part of the room is theirs alone.
+        let StageRoom { stay, arrive } = self.room.stages[stage];
+        let arriving = (2 * self.arriving[stage]).saturating_sub(arrive);
+        stay.saturating_sub(self.staying[stage] + arriving)
+    }
+
+    /// Keeps pieces of so many bytes per microbatch on the worker of their forward, if their
+    /// recompute is there too and they have room from the one to the other.
+    fn stay(&mut self, layer: &RecomputedLayer, bytes: u64) -> bool {
+        let worker = self.workers[*layer.stages.start()];
+        let all = bytes.saturating_mul(self.microbatches);
+        let is_here = |stage: &usize| self.workers[*stage] == worker;
+        let between: Vec<usize> = layer.stages.clone().filter(is_here).collect();
+        let is_local = self.workers[*layer.stages.end()] == worker;
+        if !is_local || between.iter().any(|stage| self.left(*stage) < all) {
+            return false;
+        }
+        for stage in between {
+            self.staying[stage] += all;
+        }
+        *self.worker_bytes.entry(worker).or_default() += all;
+        true
+    }
+
+    /// Keeps them in host memory, if there is room, and they have room when they come back.
+    fn leave(&mut self, layer: &RecomputedLayer, bytes: u64) -> bool {
+        let back = *layer.stages.end();
+        let all = self
+            .host_bytes
+            .saturating_add(bytes.saturating_mul(self.microbatches));
+        let reserved = self.room.stages[back]
+            .arrive
+            .saturating_sub(2 * self.arriving[back]);
+        let has_room = 2 * bytes <= self.left(back).saturating_add(reserved);
+        if !has_room || all > self.room.host_bytes {
+            return false;
+        }
+        self.arriving[back] += bytes;
+        self.host_bytes = all;
+        true
+    }
+}
+
+/// An order of places in which neighbours are far apart: the bits from the lowest to the highest.
+/// Where only some of many equal layers keep a piece, their copies do not come in a burst then.
+fn spread(place: usize) -> usize {
+    place.reverse_bits()
 }
 
 /// By how much times that are known before anything runs differ from those of forwards that were
@@ -244,5 +333,62 @@ impl PartialOrd for Worth {
 impl Ord for Worth {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.0.total_cmp(&other.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(stages: RangeInclusive<usize>) -> RecomputedLayer {
+        RecomputedLayer {
+            layer: 0,
+            stages,
+            needs_output: false,
+            forward_ms: None,
+        }
+    }
+
+    fn room(stay: [u64; 4], arrive: u64) -> PieceRoom {
+        PieceRoom {
+            stages: stay.map(|stay| StageRoom { stay, arrive }).to_vec(),
+            host_bytes: 100,
+            ..PieceRoom::default()
+        }
+    }
+
+    /// A piece takes room from its forward to its recompute, on its own worker only.
+    #[test]
+    fn pieces_take_room_while_they_stay() {
+        let room = room([100, 40, 40, 40], 0);
+        let mut one_worker = StageUse::new(&room, &[0; 4], 2);
+        assert!(!one_worker.stay(&layer(0..=3), 21), "42 of 40");
+        assert!(one_worker.stay(&layer(0..=3), 10));
+        assert!(!one_worker.stay(&layer(1..=2), 11), "20 and 22 of 40");
+        assert!(one_worker.stay(&layer(1..=2), 10));
+        assert_eq!(one_worker.worker_bytes[&0], 40);
+        let mut two_workers = StageUse::new(&room, &[0, 1, 0, 1], 2);
+        assert!(
+            !two_workers.stay(&layer(0..=3), 1),
+            "its recompute is elsewhere"
+        );
+        assert!(two_workers.stay(&layer(0..=2), 20));
+        assert!(two_workers.stay(&layer(1..=3), 20));
+    }
+
+    /// What comes back from host memory has a part of the room for itself, twice: for the task under
+    /// way and for the next.
+    #[test]
+    fn pieces_from_host_memory_have_a_place_to_land() {
+        let room = room([0, 0, 0, 30], 20);
+        let mut used = StageUse::new(&room, &[0; 4], 2);
+        assert!(used.leave(&layer(0..=2), 10));
+        assert!(!used.leave(&layer(0..=2), 1), "nothing may stay there");
+        assert!(used.leave(&layer(1..=3), 20));
+        assert!(!used.stay(&layer(3..=3), 6), "10 of 30 are left");
+        assert!(used.stay(&layer(3..=3), 5));
+        assert!(!used.leave(&layer(3..=3), 1));
+        assert_eq!(used.host_bytes, 60);
+        assert!(!used.leave(&layer(1..=2), 21), "there are 100 in all");
     }
 }

@@ -323,8 +323,13 @@ impl Ring {
             Executor::Threaded(queues) => {
                 // One call at a time, so that every queue has the calls in the same order.
                 let _order = lock(&self.0.schedule);
+                let mut of_worker: Vec<Vec<StageJob>> = queues.iter().map(|_| Vec::new()).collect();
                 for (worker, job) in jobs {
-                    queues[worker].push(job);
+                    of_worker[worker].push(job);
+                }
+                // A worker sees all of them at once: it brings early what the next one needs.
+                for (queue, jobs) in queues.iter().zip(of_worker) {
+                    queue.push_all(jobs);
                 }
             }
         }

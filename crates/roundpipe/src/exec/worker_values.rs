@@ -185,7 +185,23 @@ impl KeptValues {
         }
     }
 
-    /// Frees all pieces of forwards. Their recomputes make them again.
+    /// Frees the piece of a forward that keeps working memory from growing, if it is one that does.
+    /// Its recompute makes it again.
+    pub fn drop_piece_at_frontier(&mut self) -> bool {
+        let mut pieces = self.by_id.iter().filter(|(_, kept)| kept.is_piece);
+        let at_frontier = pieces.find(|(_, kept)| match &kept.place {
+            KeptPlace::Worker(tensor) => tensor.is_at_frontier(),
+            KeptPlace::Host(_) => false,
+        });
+        let Some(id) = at_frontier.map(|(id, _)| *id) else {
+            return false;
+        };
+        let kept = self.by_id.remove(&id);
+        self.budget.used_by_pieces -= kept.map_or(0, |kept| kept.place.bytes());
+        true
+    }
+
+    /// Frees all pieces of forwards.
     pub fn drop_pieces(&mut self) {
         self.by_id.retain(|_, kept| !kept.is_piece);
         self.budget.used_by_pieces = 0;
@@ -240,8 +256,9 @@ impl KeptValues {
 pub(super) enum Needed {
     /// By the task under way, whose working memory has room for it.
     Now,
-    /// By a later task: it comes early only where tasks do not need the room.
-    Later,
+    /// By a later task: it comes early only where tasks do not need the room, and leaves them so
+    /// many bytes more.
+    Later { spare: u64 },
 }
 
 /// A value on its way to the worker.
@@ -326,10 +343,10 @@ impl Launcher {
         value: &HostValue,
         when: Needed,
     ) -> roundpipe_tensor::Result<Incoming> {
-        if when == Needed::Now {
+        let Needed::Later { spare } = when else {
             return self.port.receive(what, value).map(Incoming::Arriving);
-        }
-        let working = self.next_working();
+        };
+        let working = self.next_working().saturating_add(spare);
         let arrival = self.port.receive_beside(what, value, working)?;
         Ok(arrival.map_or_else(|| Incoming::OnHost(value.clone()), Incoming::Arriving))
     }

@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Rule};
+use roundpipe::trace::{Category, Lane, Span};
 use roundpipe::{
     Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, PlanKind, RingOptions,
     RoundPipe, RunConfig, Sequential, Tensor, Update,
 };
 use roundpipe::{Module, ParamVisitor, Params};
-use roundpipe_tensor::{DeviceKind, Meta};
+use roundpipe_tensor::sim::{SimConfig, Timing};
+use roundpipe_tensor::{DeviceKind, Meta, SimWorld};
 
 use crate::models;
 
@@ -98,8 +100,11 @@ fn later_steps_compute_less() {
         assert_eq!(steps[2], steps[3]);
         steps
     };
+    let (no, few) = (Some(Bytes(0)), Some(Bytes(100 << 10)));
+    // Outputs inside a stage are kept, too, so nothing of it is left to do.
+    let all_kept = [Grain::Stage, Grain::Layer].map(|grain| flops(grain, (None, no))[2]);
+    assert_eq!(all_kept[0], all_kept[1]);
     for grain in [Grain::Stage, Grain::Layer] {
-        let (no, few) = (Some(Bytes(0)), Some(Bytes(100 << 10)));
         let none = flops(grain, (no, no));
         assert!(none[2] < none[0], "{grain:?}: {none:?}");
         for keep in [(few, no), (no, few)] {
@@ -108,6 +113,60 @@ fn later_steps_compute_less() {
             let all = flops(grain, (None, no));
             assert!(all[2] < some[2], "{grain:?}: {keep:?} {some:?} {all:?}");
         }
+    }
+}
+
+/// Pieces in host memory are on their way before the task that needs them begins, so its kernels do
+/// not wait for them.
+#[test]
+fn pieces_come_back_beside_kernels() {
+    for grain in [Grain::Stage, Grain::Layer] {
+        let world = SimWorld::new(SimConfig {
+            // A piece takes as long as a kernel or two.
+            timing: Timing {
+                kernel_ns: 50_000,
+                upload_bytes_per_ns: 0.2,
+                download_bytes_per_ns: 0.2,
+                ..Timing::exact()
+            },
+            ..SimConfig::default()
+        })
+        .unwrap();
+        let devices = world.workers(1).into_iter().map(|worker| worker as _);
+        let keep = (Some(Bytes(0)), Some(Bytes::mib(1)));
+        let engine = engine(&units(), devices.collect(), keep);
+        let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[5], &[1, 5]);
+        let config = RunConfig::new().recompute_grain(grain).execute_plan(plan);
+        for step in 0..3 {
+            if step == 2 {
+                engine.trace().on();
+            }
+            let call = engine.train(numbers(step)).loss(weighted);
+            call.config(config.clone()).run().unwrap();
+            engine.update(&Update::new(0.01), Lag::Zero).unwrap();
+        }
+        engine.synchronize().unwrap();
+        let spans = engine.trace().spans();
+        let pieces = spans.iter().filter(|s| {
+            s.track.lane == Lane::ActivationUpload && s.name.contains("saved for recompute")
+        });
+        assert!(pieces.count() >= 3 * 5, "{grain:?}: pieces come back");
+        // Those of the backward stage; the last layer is fused with the loss.
+        let of_backward = |s: &&Span| {
+            let is_back = matches!(s.category, Category::Recompute | Category::Backward);
+            is_back && s.layer.is_some_and(|layer| layer < 5)
+        };
+        let kernels = || spans.iter().filter(|s| s.track.lane == Lane::Compute);
+        // A trace also has the call before, which ends after it was switched on.
+        let last_call = kernels().map(|s| s.call).max();
+        let of_last = kernels().filter(|s| Some(s.call) == last_call);
+        let busy = of_last.filter(of_backward).map(|s| (s.start_ns, s.end_ns));
+        let mut busy: Vec<(u64, u64)> = busy.collect();
+        busy.sort_unstable();
+        let all = busy.last().unwrap().1 - busy[0].0;
+        let idle: u64 = busy.windows(2).map(|w| w[1].0.saturating_sub(w[0].1)).sum();
+        assert!(idle < all / 20, "{grain:?}: {idle} ns of {all} idle");
+        assert_eq!(world.races(), []);
     }
 }
 
