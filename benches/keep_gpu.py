@@ -1,32 +1,37 @@
 #!/usr/bin/env python3
 """Training with results of forwards kept for their recompute, and without, in turns on one GPU.
 
-    python3 benches/keep_gpu.py ROUNDPIPE WORK [CASE...]
+    python3 benches/keep_gpu.py ROUNDPIPE WORK [--once] [CASE...]
 
 Cases are those of the table below, held to 24 GiB of the GPU; `--recompute-all` is the same without
-keeping. One line of JSON for each run and one with the ratio; the losses of both must be the same. Logs are in
-WORK. Needs nothing but Python and random weights.
+keeping, left out with `--once`. One line of JSON for each run and one with the ratio; the losses of both must be
+the same. Logs, with the times of all kernels, are in WORK. Needs nothing but Python and random weights.
 """
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-SMALL = ["qwen3-1.7b", "--batch", "16", "--seq", "4096", "--microbatches", "4"]
+SMALL = ["qwen3-1.7b", "--batch", "16", "--seq", "4096", "--microbatches", "4", "--steps", "8", "--warm-up", "9"]
 # name: arguments, goal in tokens per second
 CASES = {
     "1.7b": (SMALL, 38_000),
     "1.7b-host": (SMALL + ["--host-memory", "56GiB"], 40_000),
     "1.7b-lag0": (SMALL + ["--lag", "0"], None),
     "1.7b-long": (
-        ["qwen3-1.7b", "--batch", "2", "--seq", "65536", "--microbatches", "2", "--grain", "layer"],
+        ["qwen3-1.7b", "--batch", "2", "--seq", "65536", "--microbatches", "2", "--grain", "layer", "--steps", "2", "--warm-up", "4"],
         13_500,
     ),
-    "4b": (["qwen3-4b", "--batch", "16", "--seq", "4096", "--microbatches", "4"], 15_000),
+    "1.7b-fp8": (SMALL + ["--fp8"], 45_000),
+    "4b": (["qwen3-4b", "--batch", "16", "--seq", "4096", "--microbatches", "4", "--steps", "4", "--warm-up", "5"], 15_000),
+    "8b": (
+        ["qwen3-8b", "--batch", "16", "--seq", "4096", "--microbatches", "4", "--steps", "2", "--warm-up", "4", "--moments", "bf16"],
+        7_000,
+    ),
     "8b-lora": (["qwen3-8b", "--mode", "lora", "--batch", "16", "--seq", "4096", "--microbatches", "4"], None),
 }
-COMMON = ["--gpu-memory", "24GiB", "--steps", "4", "--warm-up", "3", "--devices", "cuda:0"]
-FOUND = ["tokens_per_s", "gpu_peak_gib", "host_peak_gib", "kept_on_gpu_gib", "kept_in_host_gib", "loss"]
+COMMON = ["--gpu-memory", "24GiB", "--devices", "cuda:0", "--kernels"]
+FOUND = ["tokens_per_s", "steady_tokens_per_s", "gpu_peak_gib", "host_peak_gib", "kept_on_gpu_gib", "kept_in_host_gib", "loss"]
 
 
 def bench(program, work, name, arguments):
@@ -44,9 +49,13 @@ def main():
     program, work = sys.argv[1], Path(sys.argv[2])
     work.mkdir(parents=True, exist_ok=True)
     wrong = False
-    for name in sys.argv[3:] or ["1.7b", "1.7b-host", "1.7b-lag0"]:
+    once = "--once" in sys.argv
+    names = [name for name in sys.argv[3:] if name != "--once"]
+    for name in names or ["1.7b", "1.7b-host", "1.7b-lag0"]:
         arguments, goal = CASES[name]
         kept = bench(program, work, name, arguments)
+        if once:
+            continue
         again = bench(program, work, f"{name}-again", arguments + ["--recompute-all"])
         ratio = kept["tokens_per_s"] / again["tokens_per_s"]
         same = kept["loss"] == again["loss"]
