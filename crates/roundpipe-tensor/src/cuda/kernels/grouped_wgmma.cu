@@ -68,6 +68,12 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
 
+// The compiler moves no use of the sums across this: it does not know that the tensor cores write them.
+__device__ __forceinline__ void hold(float (&d)[BN / 2]) {
+    #pragma unroll
+    for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
 #if HALF
 #define KIND "f32.f16.f16"
 #else
@@ -143,7 +149,7 @@ __device__ __forceinline__ u32 narrow_pair(const bf16*, float x, float y) { retu
 __device__ __forceinline__ u32 narrow_pair(const f16*, float x, float y) { return f16_pair(x, y); }
 __device__ __forceinline__ u32 narrow_pair(const float*, float, float) { return 0; }
 
-// Four lanes hold a pair each of four neighbouring blocks of 8 columns; afterwards lane i holds all of block i.
+// Four lanes hold an element each of four neighbouring blocks; afterwards lane i holds all four of block i.
 __device__ __forceinline__ void exchange(u32 (&v)[4]) {
     int lane = threadIdx.x & 3;
     #pragma unroll
@@ -159,31 +165,21 @@ __device__ __forceinline__ void exchange(u32 (&v)[4]) {
     }
 }
 
-// Adds what y holds to the sums of the calling thread.
-__device__ __forceinline__ void add_there(float (&d)[BN / 2], const O* y, i64 n, int row, int rows, int col, bool whole) {
-    int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+// Eight neighbours of a row that are there, with the sums of four pairs added to them, rounded once.
+__device__ __forceinline__ uint4 added(const O* y, uint4 there, const u32 (&even)[4], const u32 (&odd)[4]) {
+    const u32 words[4] = { there.x, there.y, there.z, there.w };
+    u32 out[4];
     #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        int r = first + half * 8;
-        if (r >= rows) continue;
-        const O* line = y + (i64)(row + r) * n + col;
-        #pragma unroll
-        for (int j = 0; j < BN / 8; ++j) {
-            int c = j * 8 + lane % 4 * 2;
-            if (whole) {
-                if (col + c >= n) continue;
-                struct __align__(2 * sizeof(O)) Two { O at[2]; } two = *(const Two*)(line + c);
-                d[j * 4 + half * 2] += up(two.at[0]);
-                d[j * 4 + half * 2 + 1] += up(two.at[1]);
-            } else {
-                if (col + c < n) d[j * 4 + half * 2] += up(line[c]);
-                if (col + c + 1 < n) d[j * 4 + half * 2 + 1] += up(line[c + 1]);
-            }
-        }
+    for (int i = 0; i < 4; ++i) {
+        struct __align__(4) Two { O at[4 / sizeof(O)]; } two = *(const Two*)&words[i];
+        float lo = up(two.at[0]), hi = up(two.at[4 / sizeof(O) - 1]);
+        out[i] = narrow_pair(y, __uint_as_float(even[i]) + lo, __uint_as_float(odd[i]) + hi);
     }
+    return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
-// Writes what the calling thread holds of 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// Writes what the calling thread holds of 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16. Where lines are whole,
+// a lane writes 16 bytes at a time; what they are added to is on its way before the first of it is needed.
 __device__ __forceinline__ void store(float (&d)[BN / 2], O* y, i64 n, int row, int rows, int col, bool whole) {
     int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
     #pragma unroll
@@ -191,22 +187,34 @@ __device__ __forceinline__ void store(float (&d)[BN / 2], O* y, i64 n, int row, 
         int r = first + half * 8;
         O* line = y + (i64)(row + r) * n + col;
         if (sizeof(O) == 2 && whole) {
+            uint4 there[ADDS ? BN / 32 : 1];
             #pragma unroll
-            for (int j = 0; j < BN / 8; j += 4) {
-                u32 v[4];
+            for (int j = 0; ADDS && j < BN / 32; ++j) {
+                int c = (j * 4 + lane % 4) * 8;
+                there[j] = r < rows && col + c < n ? *(const uint4*)(line + c) : make_uint4(0, 0, 0, 0);
+            }
+            #pragma unroll
+            for (int j = 0; j < BN / 32; ++j) {
+                u32 v[4], odd[4];
                 #pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = narrow_pair(y, d[(j + i) * 4 + half * 2], d[(j + i) * 4 + half * 2 + 1]);
+                for (int i = 0; i < 4; ++i) {
+                    float x = d[(j * 4 + i) * 4 + half * 2], z = d[(j * 4 + i) * 4 + half * 2 + 1];
+                    v[i] = ADDS ? __float_as_uint(x) : narrow_pair(y, x, z);
+                    odd[i] = __float_as_uint(z);
+                }
                 exchange(v);
-                int c = (j + lane % 4) * 8;
-                if (r < rows && col + c < n) *(uint4*)(line + c) = make_uint4(v[0], v[1], v[2], v[3]);
+                if (ADDS) exchange(odd);
+                int c = (j * 4 + lane % 4) * 8;
+                uint4 out = ADDS ? added(y, there[ADDS ? j : 0], v, odd) : make_uint4(v[0], v[1], v[2], v[3]);
+                if (r < rows && col + c < n) *(uint4*)(line + c) = out;
             }
         } else if (r < rows) {
             #pragma unroll
             for (int j = 0; j < BN / 8; ++j) {
                 int c = j * 8 + lane % 4 * 2;
                 float x = d[j * 4 + half * 2], z = d[j * 4 + half * 2 + 1];
-                if (col + c < n) put(line[c], x);
-                if (col + c + 1 < n) put(line[c + 1], z);
+                if (col + c < n) put(line[c], ADDS ? x + up(line[c]) : x);
+                if (col + c + 1 < n) put(line[c + 1], ADDS ? z + up(line[c + 1]) : z);
             }
         }
     }
@@ -274,6 +282,7 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         }
         #pragma unroll
         for (int i = 0; i < BN / 2; ++i) d[i] = 0.0f;
+        hold(d);
         for (int step = 0; step < count; ++step) {
             barrier_wait(full + 8 * stage, parity);
             u32 left = tiles + stage * STAGE_BYTES + warpgroup * 64 * BK * 2;
@@ -298,10 +307,9 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
         products_wait<0>();
+        hold(d);
         if (count > 0 && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
-#if ADDS
-        add_there(d, y, n, work.row + warpgroup * 64, rows, work.col, whole != 0);
-#endif
+        if (ADDS && count == 0) continue;
         store(d, y, n, work.row + warpgroup * 64, rows, work.col, whole != 0);
     }
 }
