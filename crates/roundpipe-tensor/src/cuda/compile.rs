@@ -257,10 +257,8 @@ pub fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
     let nvrtc = library::nvrtc()?;
     let source = unit.source();
     let target = nvrtc.target((capability.0 * 10 + capability.1).unsigned_abs())?;
-    let arch = match unit.for_hopper {
-        true => format!("sm_{target}a"),
-        false => format!("sm_{target}"),
-    };
+    let own = if unit.for_hopper { "a" } else { "" };
+    let arch = format!("sm_{target}{own}");
     let sum = hash([&source, &arch, nvrtc.identity()].map(|part| part.as_bytes()));
     let name = format!("{}-{arch}-{sum:032x}.cubin", unit.entry);
     let path = folder().map(|folder| folder.join(&name));

@@ -130,9 +130,10 @@ pub(super) unsafe fn forward(call: &Call<'_>, plan: GroupedPlan) -> Result<()> {
         &[LINE, TILE_ROWS],
     )?;
     let sw = w.layout.strides();
-    let matrix_map = match plan.by_depth {
-        true => TensorMap::new(call, w, &[k, n, e], &[sw[2], sw[0]], &[LINE, plan.cols, 1])?,
-        false => TensorMap::new(call, w, &[n, k, e], &[sw[1], sw[0]], &[LINE, TILE_DEPTH, 1])?,
+    let matrix_map = if plan.by_depth {
+        TensorMap::new(call, w, &[k, n, e], &[sw[2], sw[0]], &[LINE, plan.cols, 1])?
+    } else {
+        TensorMap::new(call, w, &[n, k, e], &[sw[1], sw[0]], &[LINE, TILE_DEPTH, 1])?
     };
     let whole = y.ptr.is_multiple_of(16) && n.is_multiple_of(8);
     let tiles = (t / TILE_ROWS + e + 1).saturating_mul(n.div_ceil(plan.cols));
