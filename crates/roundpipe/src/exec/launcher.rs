@@ -349,8 +349,12 @@ impl Launcher {
             Err(error) if error.is_device_full() => {}
             requested => return requested,
         }
+        self.wait_for_gradients();
+        match self.request_weights(job, Some(working)) {
+            Err(error) if error.is_device_full() => {}
+            requested => return requested,
+        }
         // Pieces of forwards first: they cost a recompute, not a copy to the host and back.
-        self.worker.pool().trim();
         while self.kept.drop_piece_at_frontier() {
             match self.request_weights(job, Some(working)) {
                 Err(error) if error.is_device_full() => {}
@@ -388,6 +392,10 @@ impl Launcher {
                 return Ok(());
             }
         }
+        self.wait_for_gradients();
+        if self.worker.pool().claim_working(bytes) {
+            return Ok(());
+        }
         // Then what lies in the way and can be computed again.
         while self.kept.drop_piece_at_frontier() {
             if self.worker.pool().claim_working(bytes) {
@@ -405,6 +413,13 @@ impl Launcher {
         Ok(())
     }
 
+    /// Gradients of earlier jobs hold memory until they have landed, and slots that were read until
+    /// the next upload: both give it back without anything being computed again.
+    fn wait_for_gradients(&self) {
+        self.copies.wait_downloads();
+        self.worker.pool().trim();
+    }
+
     /// Frees what the worker can do without: values that stay go to the host, and what is on its
     /// way out is awaited.
     fn free_optional(&mut self) -> roundpipe_tensor::Result<()> {
@@ -414,10 +429,7 @@ impl Launcher {
         self.kept.spill(&self.port)?;
         // Behind the spill, whose sources are in the outbox now.
         self.port.make_room(0)?;
-        // Gradients of earlier jobs hold memory until they have landed.
-        self.copies.wait_downloads();
-        // Slots that were read are set aside for the next upload; they count as used until then.
-        self.worker.pool().trim();
+        self.wait_for_gradients();
         Ok(())
     }
 
