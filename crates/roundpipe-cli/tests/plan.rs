@@ -386,6 +386,32 @@ fn predictions_are_near_what_was_measured() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+/// Frozen weights in few bits take as little of the host and of the link as `train` gives them: a
+/// plan that is bound by its link becomes faster.
+#[test]
+fn quantized_weights_are_planned_as_such() {
+    let plan = |quantize: &[&str]| {
+        let fixed = ["plan", "qwen3-30b-a3b", "--lora", "batch=8", "seq=2048"];
+        let rest = [
+            "microbatches=2",
+            "--gpus",
+            "h200",
+            "--gpu-memory",
+            "24GiB",
+            "--json",
+        ];
+        let args: Vec<&str> = fixed.iter().chain(&rest).chain(quantize).copied().collect();
+        let (status, answer) = json(&args);
+        assert_eq!(status, Some(0), "{answer}");
+        let found = &answer["prediction"];
+        let host = found["host"]["peak_bytes"].as_f64().unwrap();
+        (host, found["speed"]["tokens_per_s"].as_f64().unwrap())
+    };
+    let (whole, nf4) = (plan(&[]), plan(&["quantize=nf4"]));
+    assert!(nf4.0 < 0.6 * whole.0, "{nf4:?} for {whole:?}");
+    assert!(nf4.1 > 1.4 * whole.1, "{nf4:?} for {whole:?}");
+}
+
 /// With data, rows are looked at and packed as `train` does; validation is counted.
 #[test]
 fn data_are_looked_at() {

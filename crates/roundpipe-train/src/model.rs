@@ -159,9 +159,18 @@ pub(crate) fn without_weights(
     dtype: DType,
     settings: &Settings,
 ) -> Result<Model> {
-    let mut model = Model::empty(config, dtype)?;
+    let mut model = empty(config, dtype, settings)?;
     prepare(&mut model, settings, Model::add_empty_lora)?;
     Ok(model)
+}
+
+/// A model's parameters without memory, quantised where the settings or its files say so.
+fn empty(config: ModelConfig, dtype: DType, settings: &Settings) -> Result<Model> {
+    let quantize = settings.quantize.map(Quantization::from);
+    Ok(match quantize.or(config.quantization()) {
+        None => Model::empty(config, dtype)?,
+        Some(how) => Model::empty_quantized(config, dtype, how)?,
+    })
 }
 
 /// Counts frozen weights that stay in a model's files, where settings leave them there.
@@ -211,11 +220,7 @@ fn adapt(model: &mut Model, settings: &Settings, add: AddLora) -> Result<()> {
 
 /// Compares what training takes with what the host has left, and with what the user allows.
 fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result<()> {
-    let quantize = settings.quantize.map(Quantization::from);
-    let mut model = match quantize.or(config.quantization()) {
-        None => Model::empty(config.clone(), dtype)?,
-        Some(how) => Model::empty_quantized(config.clone(), dtype, how)?,
-    };
+    let mut model = empty(config.clone(), dtype, settings)?;
     adapt(&mut model, settings, Model::add_empty_lora)?;
     let budget = host_budget(&model, settings);
     let fits = |limit: Bytes, what: &str| {

@@ -191,6 +191,10 @@ impl Notes {
             self.nonfinite_in_a_row = 0;
             return true;
         }
+        // Left out because the user said so (`skip_step`, `zero_grad`): nothing is wrong.
+        if report.skipped && report.grad_norm.is_finite() {
+            return true;
+        }
         self.nonfinite_steps += 1;
         self.nonfinite_in_a_row += 1;
         // For users who ask for no report: once for a row of them.

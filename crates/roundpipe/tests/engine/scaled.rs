@@ -282,4 +282,7 @@ fn gradients_can_be_dropped() {
     assert_eq!(read(), once);
     assert_eq!(models::params(&model), before);
     assert!(engine.update(&Update::new(0.1), Lag::Zero).is_ok());
+    engine.synchronize().unwrap();
+    assert_eq!(engine.nonfinite_steps(), 0, "dropped, not skipped");
+    assert_eq!(engine.take_warnings(), Vec::<String>::new());
 }
