@@ -116,6 +116,20 @@ impl Cx {
         self.output_gradient.filter(|_| self.is_recording())
     }
 
+    /// Runs `body` with gradients joined: where several operations of it read one value, products and
+    /// norms add to that value's gradient before they round it, instead of in passes of their own.
+    ///
+    /// For layers that always run as one: a model of which these operations stand on two tapes, as
+    /// parts that `wrap` makes, adds what was rounded, and differs in the last bits of 16-bit types.
+    pub fn joining_gradients<R>(&mut self, body: impl FnOnce(&mut Self) -> R) -> R {
+        let before = self.tape.as_mut().map(|tape| tape.join_gradients(true));
+        let out = body(self);
+        if let (Some(tape), Some(before)) = (&mut self.tape, before) {
+            tape.join_gradients(before);
+        }
+        out
+    }
+
     /// The same context with fp8 asked for or not: linear maps that layers compute by
     /// [`Cx::projection`] then multiply 8-bit floats in training.
     #[must_use]

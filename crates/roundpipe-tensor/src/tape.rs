@@ -6,8 +6,10 @@
 //!
 //! # Rules
 //! 1. Values are numbered; a node only mentions values that need a gradient.
-//! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk, by
-//!    the kernel that computes them where it can.
+//! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk: rounded
+//!    and then added, or by the kernel that computes them, where a layer lets gradients be joined.
+//!    The first gives the same bits wherever a model is cut into tapes, the second is faster; a layer
+//!    that joins is never cut.
 //! 3. Memory with another holder is never added to in place; accumulators of parameters always are.
 //! 4. Gradients of parameters are kept in the accumulator type (f32 for bf16), all others in the
 //!    value's.
@@ -39,6 +41,8 @@ struct TapeNode {
     inputs: Vec<Option<u32>>,
     outputs: Vec<u32>,
     backward: Backward,
+    /// Whether its kernels may add to gradients that are there.
+    joins: bool,
 }
 
 struct TapeValue {
@@ -61,6 +65,8 @@ pub(crate) struct Tape {
     dry: bool,
     /// Whether sums of gradients stay while other tasks run.
     sums_stay: bool,
+    /// Whether kernels of the nodes recorded now may add to gradients that are there.
+    joins: bool,
 }
 
 impl Tape {
@@ -71,6 +77,7 @@ impl Tape {
             nodes: Vec::new(),
             dry: false,
             sums_stay: false,
+            joins: false,
         }
     }
 
@@ -83,6 +90,12 @@ impl Tape {
 
     pub(crate) fn is_dry(&self) -> bool {
         self.dry
+    }
+
+    /// Lets kernels of nodes recorded from now on add to gradients that are there, or not; what was
+    /// said before.
+    pub(crate) fn join_gradients(&mut self, joins: bool) -> bool {
+        std::mem::replace(&mut self.joins, joins)
     }
 
     /// New sums of gradients go where values stay while other tasks run.
@@ -169,6 +182,7 @@ impl Tape {
             inputs,
             outputs: (first..first + count).collect(),
             backward,
+            joins: self.joins,
         });
         outputs
     }
@@ -211,6 +225,7 @@ impl Tape {
                     inputs,
                     outputs,
                     sums_stay: self.sums_stay,
+                    joins: node.joins,
                 };
                 (node.backward)(&mut back)?;
             }
@@ -281,6 +296,7 @@ pub struct Back<'a> {
     inputs: &'a [Option<u32>],
     outputs: &'a [u32],
     sums_stay: bool,
+    joins: bool,
 }
 
 /// Where a parameter-like gradient is written: in the accumulator type, added to what is there or
@@ -356,9 +372,12 @@ impl Back<'_> {
 
     /// Contributes to the gradient of input `i` by a kernel that can add to what is there: `write` is
     /// given dense memory of the input's type, and whether to add to it or to write over it. What is
-    /// added is not rounded before. Nothing happens when the gradient is not wanted.
+    /// added is not rounded before, so this is only done where [`Cx::joining_gradients`] says so;
+    /// elsewhere it is [`Back::give`]. Nothing happens when the gradient is not wanted.
     ///
     /// Whether it adds depends on the tape alone: memory with another holder is copied first.
+    ///
+    /// [`Cx::joining_gradients`]: crate::cx::Cx::joining_gradients
     ///
     /// # Errors
     /// When memory runs out, and what `write` reports.
@@ -371,7 +390,7 @@ impl Back<'_> {
             return Ok(());
         };
         let value = &mut self.values[value as usize];
-        if value.accumulator || value.grad.is_none() {
+        if !self.joins || value.accumulator || value.grad.is_none() {
             let grad = self.worker.alloc(self.op, value.dtype, value.shape)?;
             write(self.worker, &grad, false)?;
             return add(self.worker, value, grad);
@@ -384,14 +403,15 @@ impl Back<'_> {
     }
 
     /// Takes out what is there of the gradient of input `i`, dense, for a kernel that adds to it on the
-    /// way; [`Back::give`] puts the sum back. `None` where there is nothing, or where sums have a sink.
+    /// way; [`Back::give`] puts the sum back. `None` where there is nothing, where sums have a sink, and
+    /// where gradients are not joined, as in [`Back::give_into`].
     ///
     /// # Errors
     /// When memory runs out.
     pub fn take_sum(&mut self, i: usize) -> Result<Option<Tensor>> {
         let value = self.inputs[i].map(|value| &mut self.values[value as usize]);
         let sum = value
-            .filter(|value| !value.accumulator)
+            .filter(|value| self.joins && !value.accumulator)
             .and_then(|value| value.grad.take());
         sum.map(|sum| self.worker.contiguous(&sum)).transpose()
     }

@@ -566,14 +566,23 @@ impl Layer for Block {
             flow.insert("hidden".into(), out.into());
             return Ok(Tree::Map(flow));
         }
+        // A block is a layer of its own wherever it runs, so its gradients may be joined.
+        let out = cx.joining_gradients(|cx| self.run_many(cx, x, &mut flow))?;
+        flow.insert("hidden".into(), out.into());
+        Ok(Tree::Map(flow))
+    }
+}
+
+impl Block {
+    /// As [`Layer::run`], for any number of tokens.
+    fn run_many(&self, cx: &mut Cx, x: Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
         let normed = self.attn_norm.forward(cx, &x)?;
-        let attended = self.attend(cx, &normed, &mut flow)?;
+        let attended = self.attend(cx, &normed, flow)?;
         drop(normed);
         let weight = cx.get(&self.mlp_norm.weight)?;
         let (x, normed) = cx.add_rms_norm(&attended, &x, Some(&weight), self.mlp_norm.eps)?;
         drop((attended, weight));
-        let out = self.unit.forward(cx, normed, &mut flow)?;
-        flow.insert("hidden".into(), cx.add(&x, &out)?.into());
-        Ok(Tree::Map(flow))
+        let out = self.unit.forward(cx, normed, flow)?;
+        cx.add(&x, &out)
     }
 }
