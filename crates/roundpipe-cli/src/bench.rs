@@ -81,13 +81,13 @@ pub struct BenchCmd {
     #[arg(long, conflicts_with = "quantize")]
     fp8: bool,
     /// Gradients of attention in any order on GPUs: faster, but the last bits vary
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     fast_attention: bool,
     /// Threads of the optimizer [default: all cores]
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     optimizer_threads: Option<usize>,
     /// Scale gradients down to this norm
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     clip: Option<f64>,
     /// The most to take of host memory; what weights and optimizer leave keeps results
     ///
