@@ -337,3 +337,35 @@ fn parameters_in_use_cannot_be_written() {
         [1.0, 1.0]
     );
 }
+
+/// Two products give a gradient to one value: 256, and then 1 + 2^-8, which bf16 rounds to 1. Rounded
+/// and then added they make 257, a tie that goes to 256; joined, 257 and a little, which is 258. Only
+/// what is recorded inside is joined.
+#[test]
+fn gradients_are_joined_where_a_layer_says_so() {
+    let worker = worker();
+    let gradient = |joins_first: bool, joins_second: bool| {
+        let mut cx = Cx::train(&worker);
+        let x = cx.tensor(&[bf16::ONE], &[1, 1]).unwrap();
+        let x = cx.input(&x).unwrap();
+        let small = [1.0, 1.0 / 256.0].map(bf16::from_f32);
+        let small = cx.tensor(&small, &[2, 1]).unwrap();
+        let large = cx.tensor(&[bf16::from_f32(256.0)], &[1, 1]).unwrap();
+        // The walk meets the last product first, so the first one adds to what is there.
+        let mut linear = |weight: &Tensor, joins: bool| match joins {
+            true => cx.joining_gradients(|cx| cx.linear(&x, weight, None)),
+            false => cx.linear(&x, weight, None),
+        };
+        let first = linear(&small, joins_first).unwrap();
+        let second = linear(&large, joins_second).unwrap();
+        let first = cx.sum_all(&first).unwrap();
+        let second = cx.sum_all(&second).unwrap();
+        let loss = cx.add(&first, &second).unwrap();
+        let grads = cx.backward(&loss).unwrap();
+        grads.of(&x).unwrap().to_vec::<bf16>().unwrap()[0].to_f32()
+    };
+    assert_eq!(gradient(false, false), 256.0);
+    assert_eq!(gradient(true, true), 258.0);
+    assert_eq!(gradient(true, false), 258.0);
+    assert_eq!(gradient(false, true), 256.0);
+}
