@@ -147,7 +147,7 @@ impl Model {
         config
             .fits(dtype, host_memory())
             .map_err(|what| Error::argument("config", what))?;
-        Self::random_with(config, dtype, seed, None)
+        Self::random_of(config, dtype, seed, (Contents::Random, None))
     }
 
     /// [`Model::random`] with the linear maps of blocks, experts included, in 8 or 4 bits, as
@@ -161,10 +161,7 @@ impl Model {
         seed: u64,
         how: Quantization,
     ) -> Result<Self> {
-        Self::empty_quantized(config.clone(), dtype, how)?
-            .fits(host_memory())
-            .map_err(|what| Error::argument("config", what))?;
-        Self::random_with(config, dtype, seed, Some(how))
+        Self::checked_quantized(config, dtype, seed, (Contents::Random, how))
     }
 
     /// As [`Model::random_quantized`], but what is random are the codes themselves: any code is as
@@ -179,19 +176,20 @@ impl Model {
         seed: u64,
         how: Quantization,
     ) -> Result<Self> {
-        Self::empty_quantized(config.clone(), dtype, how)?
-            .fits(host_memory())
-            .map_err(|what| Error::argument("config", what))?;
-        Self::random_of(config, dtype, seed, (Contents::RandomCodes, Some(how)))
+        Self::checked_quantized(config, dtype, seed, (Contents::RandomCodes, how))
     }
 
-    fn random_with(
+    /// A quantised model, if this machine has the memory for it.
+    fn checked_quantized(
         config: ModelConfig,
         dtype: DType,
         seed: u64,
-        quantize: Option<Quantization>,
+        (contents, how): (Contents, Quantization),
     ) -> Result<Self> {
-        Self::random_of(config, dtype, seed, (Contents::Random, quantize))
+        Self::empty_quantized(config.clone(), dtype, how)?
+            .fits(host_memory())
+            .map_err(|what| Error::argument("config", what))?;
+        Self::random_of(config, dtype, seed, (contents, Some(how)))
     }
 
     fn random_of(
