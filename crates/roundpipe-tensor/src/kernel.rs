@@ -430,9 +430,10 @@ pub enum Kernel {
         /// Factor of what is there.
         beta: f64,
     },
-    /// `[x: [t, k], w: [e, k, n] any strides, offsets: i32 [e + 1]] -> [y: [t, n]]`: rows
-    /// offsets\[i\]..offsets\[i+1\] of x times w\[i\], in Acc, rounded once; rows past the last offset
-    /// become 0, or stay as they are.
+    /// `[x: [t, k], w: [e, k, n] any strides, offsets: i32 [e + 1], low?: [t, r], narrow?: [e, r, n]
+    /// any strides] -> [y: [t, n]]`: rows offsets\[i\]..offsets\[i+1\] of x times w\[i\], plus those of
+    /// low times narrow\[i\] where both are given, in Acc, rounded once, or once for each product; rows
+    /// past the last offset become 0, or stay as they are.
     GroupedMatMul {
         /// Add to y.
         accumulate: bool,

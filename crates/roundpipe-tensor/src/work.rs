@@ -43,7 +43,10 @@ pub(crate) fn flops(
             twice(written, dim(src, 0, rank - 1))
         }
         Kernel::Fp8MatMul { .. } => twice(written, dim(src, 0, 1)),
-        Kernel::GroupedMatMul { .. } => twice(written, dim(src, 0, 1)),
+        Kernel::GroupedMatMul { .. } => {
+            let beside = if src.len() > 3 { dim(src, 3, 1) } else { 0 };
+            twice(written, dim(src, 0, 1) + beside)
+        }
         Kernel::GroupedMatMulGrad { .. } => twice(size(&src[0]), dim(src, 1, 1)),
         Kernel::Attention(spec) => {
             let pairs = known.unwrap_or_else(|| pairs(spec, src));

@@ -22,7 +22,13 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
                 right,
                 accumulate,
             } => fp8::matmul(call, [*left, *right], *accumulate),
-            Kernel::GroupedMatMul { accumulate } => grouped(call, *accumulate),
+            Kernel::GroupedMatMul { accumulate } => {
+                grouped(call, [call.src(0), call.src(1)], *accumulate)?;
+                match (call.src_opt(3), call.src_opt(4)) {
+                    (Some(low), Some(narrow)) => grouped(call, [low, narrow], true),
+                    _ => Ok(()),
+                }
+            }
             Kernel::GroupedMatMulGrad { accumulate } => grouped_grad(call, *accumulate),
             _ => Err(call.unsupported()),
         }
@@ -121,8 +127,8 @@ unsafe fn bounds(call: &Call<'_>, view: &View, rows: usize) -> Result<Vec<usize>
     Ok(wide)
 }
 
-unsafe fn grouped(call: &Call<'_>, accumulate: bool) -> Result<()> {
-    let (x, w, y) = (call.src(0), call.src(1), call.dst(0));
+unsafe fn grouped(call: &Call<'_>, [x, w]: [&View; 2], accumulate: bool) -> Result<()> {
+    let y = call.dst(0);
     let (rows, k, n) = (x.shape()[0], x.shape()[1], y.shape()[1]);
     // SAFETY: the launch contract.
     let bounds = unsafe { bounds(call, call.src(2), rows)? };

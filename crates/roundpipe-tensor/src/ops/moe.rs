@@ -5,11 +5,12 @@
 //! by its matrix, [`Cx::moe_combine`] adds the results up. How many tokens an expert got stays on
 //! the device: nothing here waits for it.
 
+use super::arith::raw_unary;
 use super::product::Lora;
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernel::{Glu, Kernel};
+use crate::kernel::{Glu, Kernel, Unary};
 use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
@@ -237,18 +238,20 @@ impl Cx {
         let y = self
             .worker()
             .alloc(OP, x.dtype(), Shape::new(&[rows, out])?)?;
-        multiply_groups(
+        let low = GroupedBranch::pair(branch);
+        multiply_groups_beside(
             self.worker(),
-            &dense,
-            &transposed(weight),
+            [&dense, &transposed(weight)],
+            low.as_ref().map(|pair| pair.each_ref()),
             &offsets,
             &y,
             false,
         )?;
+        drop(low);
         if let Some(bias) = bias {
             add_bias(self.worker(), &y, bias, &offsets)?;
         }
-        let branch_back = GroupedBranch::add(self, branch, &offsets, &y)?;
+        let branch_back = GroupedBranch::back(self, branch);
         // Each side is kept only for the other side's gradient.
         let kept_x = self.tracks(&[weight]).then_some(dense);
         let kept_weight = self.tracks(&[x]).then(|| weight.detach());
@@ -264,14 +267,16 @@ impl Cx {
                 let ones = bx.worker().full(dy.dtype(), Shape::new(&[rows, 1])?, 1.0)?;
                 grouped_gradient(bx, 2, &ones, &dy, &offsets)?;
             }
-            if let Some(branch) = branch_back {
-                branch.run(bx, 2 + usize::from(has_bias), &dy, &offsets)?;
-            }
+            let low = match branch_back {
+                Some(branch) => branch.run(bx, 2 + usize::from(has_bias), &dy, &offsets)?,
+                None => None,
+            };
             let Some(weight) = kept_weight else {
                 return Ok(());
             };
             bx.give_into(0, |worker, dx, adds| {
-                multiply_groups(worker, &dy, &weight, &offsets, dx, adds)
+                let low = low.as_ref().map(|pair| pair.each_ref());
+                multiply_groups_beside(worker, [&dy, &weight], low, &offsets, dx, adds)
             })
         })
     }
@@ -448,16 +453,40 @@ pub(super) fn multiply_groups(
     y: &Tensor,
     accumulate: bool,
 ) -> Result<()> {
-    let kernel = Kernel::GroupedMatMul { accumulate };
-    worker.launch(&kernel, &[Some(x), Some(w), Some(offsets)], &[Some(y)])
+    multiply_groups_beside(worker, [x, w], None, offsets, y, accumulate)
 }
 
-/// The LoRA branches of groups up to their last product, which adds to the result of the product
-/// beside it.
+/// [`multiply_groups`] of two pairs of x and w at once: their sum.
+pub(super) fn multiply_groups_beside(
+    worker: &Worker,
+    [x, w]: [&Tensor; 2],
+    beside: Option<[&Tensor; 2]>,
+    offsets: &Tensor,
+    y: &Tensor,
+    accumulate: bool,
+) -> Result<()> {
+    let kernel = Kernel::GroupedMatMul { accumulate };
+    let [low, narrow] = beside.map_or([None, None], |pair| pair.map(Some));
+    let src = [Some(x), Some(w), Some(offsets), low, narrow];
+    worker.launch(&kernel, &src, &[Some(y)])
+}
+
+/// The LoRA branches of groups up to their last product, which is computed together with the
+/// product beside it.
 pub(super) struct GroupedBranch {
     /// scale · dropout(x) Aᵀ: the narrow side is the cheap one to scale.
     low: Tensor,
     b: Tensor,
+    /// Where nothing is dropped, the first product is part of the node as well: the gradient of x
+    /// is then one product for weight and branch.
+    first: Option<FirstProduct>,
+}
+
+/// scale · x Aᵀ, and what its backward needs.
+struct FirstProduct {
+    x: Tensor,
+    a: Tensor,
+    scale: f64,
 }
 
 impl GroupedBranch {
@@ -472,56 +501,124 @@ impl GroupedBranch {
         let rank = lora.a.dims().get(1).copied().unwrap_or(0);
         same_shape(op, lora.a, Shape::new(&[weight[0], rank, weight[2]])?)?;
         same_shape(op, lora.b, Shape::new(&[weight[0], weight[1], rank])?)?;
-        let input = cx.dropout(x, lora.dropout)?;
-        let low = cx.grouped_linear(&input, lora.a, offsets, None)?;
-        drop(input);
+        let b = lora.b.clone();
+        if cx.is_training() && lora.dropout != 0.0 {
+            let input = cx.dropout(x, lora.dropout)?;
+            let low = cx.grouped_linear(&input, lora.a, offsets, None)?;
+            drop(input);
+            let low = cx.affine(&low, lora.scale, 0.0)?;
+            return Ok(Self {
+                low,
+                b,
+                first: None,
+            });
+        }
+        same_dtype(op, x, lora.a)?;
+        let worker = cx.worker();
+        let (dense, offsets) = (worker.contiguous(x)?, worker.contiguous(offsets)?);
+        let low = scaled_groups(worker, op, &dense, &transposed(lora.a), &offsets, lora.scale)?;
+        let first = FirstProduct {
+            x: dense.detach(),
+            a: lora.a.clone(),
+            scale: lora.scale,
+        };
         Ok(Self {
-            low: cx.affine(&low, lora.scale, 0.0)?,
-            b: lora.b.clone(),
+            low,
+            b,
+            first: Some(first),
         })
     }
 
     /// What a node that adds the branches has among its inputs, behind its own.
     pub fn tensors(branch: Option<&Self>) -> impl Iterator<Item = &Tensor> {
-        branch
-            .into_iter()
-            .flat_map(|branch| [&branch.low, &branch.b])
+        branch.into_iter().flat_map(|branch| {
+            let first = branch.first.as_ref().map_or(&branch.low, |first| &first.a);
+            [first, &branch.b]
+        })
     }
 
-    /// y [rows, n] += low Bᵀ of every group; how gradients go back.
-    pub fn add(
-        cx: &Cx,
-        branch: Option<&Self>,
-        offsets: &Tensor,
-        y: &Tensor,
-    ) -> Result<Option<GroupedBranchBack>> {
-        let Some(Self { low, b }) = branch else {
-            return Ok(None);
-        };
-        let low = low.detach();
-        multiply_groups(cx.worker(), &low, &transposed(b), offsets, y, true)?;
-        Ok(Some(GroupedBranchBack {
-            low: b.requires_grad().then_some(low),
-            b: b.detach(),
-        }))
+    /// The pair that a product of groups takes along: low [t, rank] and Bᵀ [e, rank, n].
+    pub fn pair(branch: Option<&Self>) -> Option<[Tensor; 2]> {
+        branch.map(|branch| [branch.low.detach(), transposed(&branch.b)])
     }
+
+    /// How gradients go back.
+    pub fn back(cx: &Cx, branch: Option<&Self>) -> Option<GroupedBranchBack> {
+        let Self { low, b, first } = branch?;
+        let first = first.as_ref().map(|first| FirstProductBack {
+            x: cx.tracks(&[&first.a]).then(|| first.x.clone()),
+            a: first.a.detach(),
+            scale: first.scale,
+        });
+        Some(GroupedBranchBack {
+            low: cx.tracks(&[b]).then(|| low.detach()),
+            b: b.detach(),
+            first,
+        })
+    }
+}
+
+/// scale · x w of every group.
+fn scaled_groups(
+    worker: &Worker,
+    op: &'static str,
+    x: &Tensor,
+    w: &Tensor,
+    offsets: &Tensor,
+    scale: f64,
+) -> Result<Tensor> {
+    let y = worker.alloc(op, x.dtype(), Shape::new(&[x.dims()[0], w.dims()[2]])?)?;
+    multiply_groups(worker, x, w, offsets, &y, false)?;
+    raw_unary(
+        worker,
+        op,
+        Unary::Affine {
+            mul: scale,
+            add: 0.0,
+        },
+        &y,
+    )
 }
 
 /// What the backward of a [`GroupedBranch`] needs.
 pub(super) struct GroupedBranchBack {
     low: Option<Tensor>,
     b: Tensor,
+    first: Option<FirstProductBack>,
+}
+
+struct FirstProductBack {
+    /// For the gradient of `a`.
+    x: Option<Tensor>,
+    a: Tensor,
+    scale: f64,
 }
 
 impl GroupedBranchBack {
-    /// Gradients of `low` and `b`, inputs `first` and `first + 1` of the node.
-    pub fn run(self, bx: &mut Back<'_>, first: usize, dy: &Tensor, offsets: &Tensor) -> Result<()> {
-        if let Some(low) = &self.low {
-            grouped_gradient(bx, first + 1, low, dy, offsets)?;
+    /// Gradients of the branch's inputs, `first` and `first + 1` of the node, and the pair that the
+    /// gradient of x takes along.
+    pub fn run(
+        self,
+        bx: &mut Back<'_>,
+        first: usize,
+        dy: &Tensor,
+        offsets: &Tensor,
+    ) -> Result<Option<[Tensor; 2]>> {
+        let Self { low, b, first: own } = self;
+        if let Some(low) = low {
+            grouped_gradient(bx, first + 1, &low, dy, offsets)?;
         }
-        bx.give_into(first, |worker, grad, adds| {
-            multiply_groups(worker, dy, &self.b, offsets, grad, adds)
-        })
+        let Some(FirstProductBack { x, a, scale }) = own else {
+            bx.give_into(first, |worker, grad, adds| {
+                multiply_groups(worker, dy, &b, offsets, grad, adds)
+            })?;
+            return Ok(None);
+        };
+        let dlow = scaled_groups(bx.worker(), "lora", dy, &b, offsets, scale)?;
+        if let Some(x) = x {
+            grouped_gradient(bx, first, &x, &dlow, offsets)?;
+        }
+        Ok(Some([dlow, a]))
     }
 }
 

@@ -5,7 +5,7 @@
 //! Values and gradients are those of the same operation on the widened weight, bit for bit.
 
 use super::moe::{
-    GroupedBranch, add_bias, check_grouped, grouped_gradient, multiply_groups, transposed,
+    GroupedBranch, add_bias, check_grouped, grouped_gradient, multiply_groups_beside, transposed,
 };
 use super::product::{Branch, Lora, affine, bias_grad, check_linear, check_lora, multiply_into};
 use crate::cx::{Cx, same_shape};
@@ -304,12 +304,20 @@ impl Cx {
         let offsets = worker.contiguous(offsets)?.detach();
         let y = worker.alloc(OP, dtype, Shape::new(&[rows, out])?)?;
         let wide = parts.widen(worker, OP, dtype)?;
-        multiply_groups(worker, &dense, &transposed(&wide), &offsets, &y, false)?;
-        drop((wide, dense));
+        let low = GroupedBranch::pair(branch);
+        multiply_groups_beside(
+            worker,
+            [&dense, &transposed(&wide)],
+            low.as_ref().map(|pair| pair.each_ref()),
+            &offsets,
+            &y,
+            false,
+        )?;
+        drop((wide, dense, low));
         if let Some(bias) = bias {
             add_bias(worker, &y, bias, &offsets)?;
         }
-        let branch_back = GroupedBranch::add(self, branch, &offsets, &y)?;
+        let branch_back = GroupedBranch::back(self, branch);
         let kept = self.tracks(&[x]).then_some(parts);
         let has_bias = bias.is_some();
         let inputs = std::iter::once(x).chain(bias);
@@ -320,15 +328,17 @@ impl Cx {
                 let ones = bx.worker().full(dtype, Shape::new(&[rows, 1])?, 1.0)?;
                 grouped_gradient(bx, 1, &ones, &dy, &offsets)?;
             }
-            if let Some(branch) = branch_back {
-                branch.run(bx, 1 + usize::from(has_bias), &dy, &offsets)?;
-            }
+            let low = match branch_back {
+                Some(branch) => branch.run(bx, 1 + usize::from(has_bias), &dy, &offsets)?,
+                None => None,
+            };
             let Some(parts) = kept else {
                 return Ok(());
             };
             bx.give_into(0, |worker, dx, adds| {
                 let wide = parts.widen(worker, OP, dtype)?;
-                multiply_groups(worker, &dy, &wide, &offsets, dx, adds)
+                let low = low.as_ref().map(|pair| pair.each_ref());
+                multiply_groups_beside(worker, [&dy, &wide], low, &offsets, dx, adds)
             })
         })
     }

@@ -187,6 +187,44 @@ fn grouped_products_of_several_tiles() {
     }
 }
 
+/// Branches beside products of several tiles: ranks of less than a step of the depth, of more than one,
+/// and one whose rows the copy engine does not take.
+#[test]
+fn grouped_branches_of_several_tiles() {
+    let offsets = |all: &[i64]| fixed(DType::I32, all, &[all.len()]);
+    let strict = Strict {
+        differences: false,
+        dtypes: &[DType::BF16, DType::F16],
+        ..Strict::default()
+    };
+    for (rows, depth, cols, rank, bounds) in [
+        (333, 200, 264, 32, &[0, 0, 130, 330][..]),
+        (257, 72, 136, 72, &[0, 64, 193, 257]),
+        (150, 64, 40, 5, &[0, 1, 149, 149]),
+    ] {
+        let name = format!("{rows} x {depth} x {cols}, rank {rank}, {bounds:?}");
+        let small = |x: f64| x / 8.0;
+        let inputs = [
+            randn(1, &[rows, depth]),
+            randn(2, &[3, cols, depth]).map(small),
+            randn(3, &[3, rank, depth]).map(small),
+            randn(4, &[3, cols, rank]).map(small),
+            offsets(bounds),
+        ];
+        check_with(&name, &inputs, strict, |cx, x| {
+            let lora = Lora {
+                a: &x[2],
+                b: &x[3],
+                scale: 0.5,
+                dropout: 0.0,
+            };
+            Ok(vec![
+                cx.grouped_linear_lora(&x[0], &x[1], &x[4], None, lora)?,
+            ])
+        });
+    }
+}
+
 /// More tiles than a card has processors, so that each block takes several, of a depth of one step and
 /// of many, written and added to: the products of groups are those of their rows by themselves.
 #[test]

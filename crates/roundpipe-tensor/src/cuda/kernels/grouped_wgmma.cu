@@ -1,5 +1,7 @@
-// Products of groups of rows of 16-bit floats on Hopper: y[rows of g] = x[rows of g] w[g] (+ y), sums in float. Rows past
-// the last offset become 0 (or stay). The tensor cores read tiles of shared memory (wgmma) that the copy engine fills (TMA).
+// Products of groups of rows of 16-bit floats on Hopper: y[rows of g] = x[rows of g] w[g] + low[rows of g] narrow[g] (+ y),
+// sums in float. The second product is there where its depth r is above 0; a tile goes over its depth behind the first's.
+// Rows past the last offset become 0 (or stay). The tensor cores read tiles of shared memory (wgmma) that the copy engine
+// fills (TMA).
 //
 // A block stays on its processor and takes every gridDim.x-th tile of 128 rows of a group and BN columns. Its third
 // warpgroup orders copies, STAGES steps of 64 of the depth ahead; the first two multiply, 64 rows each. Two barriers per
@@ -221,8 +223,9 @@ __device__ __forceinline__ void store(float (&d)[BN / 2], O* y, i64 n, int row, 
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const int* offsets, O* y, int t, int e,
-              int k, i64 n, int whole, u32* alarm, u32 code) {
+grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap low,
+              const __grid_constant__ TensorMap narrow, const int* offsets, O* y, int t, int e, int k, int r, i64 n, int whole,
+              u32* alarm, u32 code) {
     extern __shared__ u8 raw[];
     __shared__ u64 barriers[2 * STAGES];
     check_offsets(offsets, e, t, alarm, code);
@@ -232,7 +235,7 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    int across = (int)((n + BN - 1) / BN), steps = (k + BK - 1) / BK;
+    int across = (int)((n + BN - 1) / BN), main_steps = (k + BK - 1) / BK, steps = main_steps + (r + BK - 1) / BK;
     int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (warpgroup == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -250,13 +253,17 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 u32 bar = full + 8 * stage, left = tiles + stage * STAGE_BYTES, right = left + LEFT_BYTES;
                 barrier_wait(empty + 8 * stage, parity);
                 barrier_expect(bar, STAGE_BYTES);
-                copy_rows(left, &x, bar, step * BK, work.row);
+                bool is_main = step < main_steps;
+                int depth = (is_main ? step : step - main_steps) * BK;
+                const TensorMap* rows = is_main ? &x : &low;
+                const TensorMap* matrices = is_main ? &w : &narrow;
+                copy_rows(left, rows, bar, depth, work.row);
 #if RIGHT_BY_DEPTH
-                copy_matrix(right, &w, bar, step * BK, work.col, work.group);
+                copy_matrix(right, matrices, bar, depth, work.col, work.group);
 #else
                 #pragma unroll
                 for (int c = 0; c < BN; c += 64)
-                    copy_matrix(right + c * BK * 2, &w, bar, work.col + c, step * BK, work.group);
+                    copy_matrix(right + c * BK * 2, matrices, bar, work.col + c, depth, work.group);
 #endif
                 if (++stage == STAGES) { stage = 0; parity ^= 1; }
             }

@@ -114,14 +114,39 @@ fn is_paired(view: &View, step: i64, others: &[i64]) -> bool {
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
 pub(super) unsafe fn forward(call: &Call<'_>, accumulate: bool) -> Result<()> {
-    let (x, w, offsets, y) = (call.src(0), call.src(1), call.src(2), call.dst(0));
-    let (t, k, n, e) = (rows_of(call, x)?, x.shape()[1], y.shape()[1], w.shape()[0]);
-    if y.numel() == 0 {
+    let main = [call.src(0), call.src(1)];
+    let beside = call.maybe_src(3).zip(call.maybe_src(4));
+    let beside = beside.map(|(low, narrow)| [low, narrow]);
+    if call.dst(0).numel() == 0 {
         return Ok(());
     }
+    let plan = |[x, w]: [&View; 2]| {
+        hopper::GroupedPlan::of(call.gpu.capability, x, w, accumulate)
+    };
+    // SAFETY: the launch contract; plans are of the operands that they are given.
+    unsafe {
+        match (plan(main), beside) {
+            (Some(both), Some(pair)) if plan(pair) == Some(both) => {
+                hopper::forward(call, both, main, beside)
+            }
+            _ => {
+                product(call, main, accumulate)?;
+                beside.map_or(Ok(()), |pair| product(call, pair, true))
+            }
+        }
+    }
+}
+
+/// One pair of x and w.
+///
+/// # Safety
+/// As [`Ops::launch`](crate::device::Ops::launch).
+unsafe fn product(call: &Call<'_>, [x, w]: [&View; 2], accumulate: bool) -> Result<()> {
+    let (offsets, y) = (call.src(2), call.dst(0));
+    let (t, k, n, e) = (rows_of(call, x)?, x.shape()[1], y.shape()[1], w.shape()[0]);
     if let Some(plan) = hopper::GroupedPlan::of(call.gpu.capability, x, w, accumulate) {
         // SAFETY: the launch contract; the plan is of these operands.
-        return unsafe { hopper::forward(call, plan) };
+        return unsafe { hopper::forward(call, plan, [x, w], None) };
     }
     let (sx, sw) = (strides(x), strides(w));
     let side = if is_narrow(x.dtype) {

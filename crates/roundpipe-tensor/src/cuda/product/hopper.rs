@@ -117,30 +117,29 @@ pub(super) fn units() -> Vec<Unit> {
     units
 }
 
+/// The product of `main`, and of `beside` on top of it.
+///
 /// # Safety
-/// As [`Ops::launch`](crate::device::Ops::launch); `plan` is of these operands.
-pub(super) unsafe fn forward(call: &Call<'_>, plan: GroupedPlan) -> Result<()> {
-    let (x, w, offsets, y) = (call.src(0), call.src(1), call.src(2), call.dst(0));
-    let (t, k, n, e) = (x.shape()[0], x.shape()[1], y.shape()[1], w.shape()[0]);
-    let rows_map = TensorMap::new(
-        call,
-        x,
-        &[k, t],
-        &[x.layout.strides()[0]],
-        &[LINE, TILE_ROWS],
-    )?;
-    let sw = w.layout.strides();
-    let matrix_map = if plan.by_depth {
-        TensorMap::new(call, w, &[k, n, e], &[sw[2], sw[0]], &[LINE, plan.cols, 1])?
-    } else {
-        TensorMap::new(call, w, &[n, k, e], &[sw[1], sw[0]], &[LINE, TILE_DEPTH, 1])?
-    };
+/// As [`Ops::launch`](crate::device::Ops::launch); `plan` is of both pairs of operands.
+pub(super) unsafe fn forward(
+    call: &Call<'_>,
+    plan: GroupedPlan,
+    main: [&View; 2],
+    beside: Option<[&View; 2]>,
+) -> Result<()> {
+    let ([x, w], offsets, y) = (main, call.src(2), call.dst(0));
+    let (t, n, e) = (x.shape()[0], y.shape()[1], w.shape()[0]);
+    let main_maps = PairMaps::new(call, &plan, main)?;
+    // Without a second pair its depth is 0, and no copy of it is ordered.
+    let beside_maps = PairMaps::new(call, &plan, beside.unwrap_or(main))?;
+    let depth = |[x, _]: [&View; 2]| x.shape()[1] as i32;
     let whole = y.ptr.is_multiple_of(16) && n.is_multiple_of(8);
     let tiles = (t / TILE_ROWS + e + 1).saturating_mul(n.div_ceil(plan.cols));
     let grid = [super::fit(call, tiles.min(call.gpu.processors()?))?, 1, 1];
-    let args = Args::new().words(&rows_map.0).words(&matrix_map.0);
+    let args = beside_maps.pass(main_maps.pass(Args::new()));
     let args = args.ptr(offsets.ptr).ptr(y.ptr).i32(t as i32).i32(e as i32);
-    let args = args.i32(k as i32).size(n).i32(i32::from(whole));
+    let args = args.i32(depth(main)).i32(beside.map_or(0, depth));
+    let args = args.size(n).i32(i32::from(whole));
     let (alarm, code) = (call.alarm.device, call.alarm.code(call.kernel.name()));
     let shared = (plan.stages() * plan.stage_bytes() + 1024) as u32;
     let unit = plan.unit(x.dtype, y.dtype);
@@ -154,6 +153,30 @@ pub(super) unsafe fn forward(call: &Call<'_>, plan: GroupedPlan) -> Result<()> {
             shared,
             &mut args.ptr(alarm).u32(code),
         )
+    }
+}
+
+/// Rows and matrices of one product, as the copy engine sees them.
+struct PairMaps {
+    rows: TensorMap,
+    matrices: TensorMap,
+}
+
+impl PairMaps {
+    fn new(call: &Call<'_>, plan: &GroupedPlan, [x, w]: [&View; 2]) -> Result<Self> {
+        let ([t, k], [e, n]) = ([x.shape()[0], x.shape()[1]], [w.shape()[0], w.shape()[2]]);
+        let (sx, sw) = (x.layout.strides(), w.layout.strides());
+        let rows = TensorMap::new(call, x, &[k, t], &[sx[0]], &[LINE, TILE_ROWS])?;
+        let matrices = if plan.by_depth {
+            TensorMap::new(call, w, &[k, n, e], &[sw[2], sw[0]], &[LINE, plan.cols, 1])?
+        } else {
+            TensorMap::new(call, w, &[n, k, e], &[sw[1], sw[0]], &[LINE, TILE_DEPTH, 1])?
+        };
+        Ok(Self { rows, matrices })
+    }
+
+    fn pass(&self, args: Args) -> Args {
+        args.words(&self.rows.0).words(&self.matrices.0)
     }
 }
 
