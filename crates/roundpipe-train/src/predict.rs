@@ -466,6 +466,11 @@ impl Asked<'_> {
         for (layer, share) in engine.recompute_shares() {
             costs.layers[layer].recompute_ms *= share;
         }
+        // Frozen weights that stay are not sent.
+        for (layer, bytes) in engine.held_weights() {
+            let sent = &mut costs.layers[layer].bytes;
+            *sent = sent.saturating_sub(bytes);
+        }
         if self.dry_steps > 0 && self.settings.eval_every != Some(0) {
             let (inputs, config) = self.call(layers)?;
             engine.set_training(false);

@@ -267,9 +267,21 @@ pub struct CallNeeds {
     pub pieces: PieceRoom,
     /// Activations that the call saves in host memory, if none stays.
     pub host_bytes: u64,
+    /// Frozen weights that stay on each worker from step to step.
+    pub held_bytes: u64,
 }
 
 impl CallNeeds {
+    /// Sets memory aside for frozen weights that stay: activations and pieces have so much less.
+    pub fn holding(mut self, bytes: u64) -> Self {
+        self.held_bytes = bytes;
+        self.kept_bytes = self.kept_bytes.saturating_sub(bytes);
+        for room in &mut self.pieces.stages {
+            room.stay = room.stay.saturating_sub(bytes);
+        }
+        self
+    }
+
     /// What may stay on a worker in all when pieces of forwards take so much of it: they may take
     /// more than `kept_bytes` where they are gone before the largest stage runs.
     pub fn may_stay(&self, pieces: u64) -> u64 {
@@ -394,6 +406,7 @@ impl WorkerBudget {
                 ..PieceRoom::default()
             },
             host_bytes: 0,
+            held_bytes: 0,
         })
     }
 }

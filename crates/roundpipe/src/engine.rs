@@ -161,6 +161,12 @@ impl<M> RoundPipe<M> {
         self.core.notes().recompute_shares.clone()
     }
 
+    /// The layers whose frozen weights stay on their workers from step to step, and the bytes that
+    /// need not be sent for each. Weights stay where copying them is what a step waits for.
+    pub fn held_weights(&self) -> Vec<(usize, u64)> {
+        self.core.notes().held_weights.clone()
+    }
+
     /// What every thread is doing or waiting for.
     pub fn status(&self) -> Vec<StatusLine> {
         self.core.ring.board().report()

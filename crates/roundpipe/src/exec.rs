@@ -28,6 +28,7 @@ pub(crate) mod copy_threads;
 mod data_check;
 pub mod ending;
 mod forward;
+pub(crate) mod held_weights;
 pub(crate) mod hooks;
 pub(crate) mod launcher;
 pub(crate) mod model;

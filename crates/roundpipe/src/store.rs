@@ -84,6 +84,16 @@ pub struct Segment {
     pub block_offset: usize,
 }
 
+/// The frozen weights of a layer, where they can be sent apart from its trained ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FrozenPart {
+    /// Where they begin in the layer's device block.
+    pub block_offset: usize,
+    pub bytes: usize,
+    /// Changes whenever they may have changed.
+    pub writes: u64,
+}
+
 /// Bytes of host memory by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StoreBytes {
@@ -287,6 +297,27 @@ impl Store {
         }
         segments.retain(|segment| !segment.data.is_empty());
         Ok(segments)
+    }
+
+    /// The frozen weights of a layer; `None` where there are none, where some lie in files or with
+    /// another store, and where the layer reads parameters of other layers.
+    pub(crate) fn frozen_part(&self, layer: usize) -> Option<FrozenPart> {
+        let here = &self.layers[layer];
+        let slab = here.frozen.as_ref().filter(|slab| !slab.is_empty())?;
+        let borrows = here.params.iter().any(|param| param.home.0 != layer);
+        if borrows || !here.is_at_home(slab) {
+            return None;
+        }
+        let frozen = here.params.iter().filter(|param| !param.trainable);
+        let writes = frozen.fold(0u64, |sum, param| {
+            let home = param.param.data();
+            sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id())
+        });
+        Some(FrozenPart {
+            block_offset: here.sizes.weights.next_multiple_of(ALIGN),
+            bytes: here.sizes.frozen,
+            writes,
+        })
     }
 
     /// Waits until all of a layer's gradients may be written for step `s`, from 1 on: the update

@@ -516,7 +516,14 @@ impl GroupedBranch {
         same_dtype(op, x, lora.a)?;
         let worker = cx.worker();
         let (dense, offsets) = (worker.contiguous(x)?, worker.contiguous(offsets)?);
-        let low = scaled_groups(worker, op, &dense, &transposed(lora.a), &offsets, lora.scale)?;
+        let low = scaled_groups(
+            worker,
+            op,
+            &dense,
+            &transposed(lora.a),
+            &offsets,
+            lora.scale,
+        )?;
         let first = FirstProduct {
             x: dense.detach(),
             a: lora.a.clone(),

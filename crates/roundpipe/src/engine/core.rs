@@ -143,6 +143,8 @@ pub(super) struct Notes {
     pub activations: Option<ActivationUse>,
     /// The share of their forward that recomputes of that call take, by layer.
     pub recompute_shares: Vec<(usize, f64)>,
+    /// Frozen weights that it did not have to send, by layer, in bytes.
+    pub held_weights: Vec<(usize, u64)>,
 }
 
 impl Notes {

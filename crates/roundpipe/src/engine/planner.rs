@@ -370,6 +370,8 @@ impl Planner {
                 host_bytes: saved,
                 ..checked
             };
+            let held = self.held_bytes(key, &checked, costs, state);
+            let checked = checked.holding(held);
             if key.recompute_all {
                 return CallNeeds {
                     kept_bytes: checked.kept_bytes.min(budget.kept),
@@ -397,6 +399,25 @@ impl Planner {
         })
     }
 
+    /// Frozen weights that stay on each worker: as many as it takes until copies need no more time
+    /// than kernels, of at most half of what may stay. A byte there saves two copies of it, which is
+    /// worth much where the link is what a call waits for, and nothing elsewhere.
+    fn held_bytes(
+        &self,
+        key: &PlanKey,
+        needs: &CallNeeds,
+        costs: &LayerCosts,
+        state: &PlannerState,
+    ) -> u64 {
+        let trains = key.kind != PlanKind::Infer;
+        if !trains || !self.ring.least_budget().takes_spare {
+            return 0;
+        }
+        let workers = self.ring.workers().len() as u64;
+        let excess = self.link(key, costs, state).excess_bytes(workers);
+        excess.min(needs.kept_bytes / 2)
+    }
+
     /// What pieces of forwards may take in a call.
     fn piece_room(
         &self,
@@ -410,7 +431,8 @@ impl Planner {
         let free = needs.kept_bytes - for_next;
         let saved = needs.host_bytes;
         let workers = self.ring.workers().len() as u64;
-        let link = self.link(key, costs, state);
+        let mut link = self.link(key, costs, state);
+        link.weights = link.weights.saturating_sub(needs.held_bytes * workers);
         // Saved inputs stay first: that saves host memory. Where there are too many of them, the
         // link takes them, if it has time.
         let inputs = saved / workers;
@@ -644,6 +666,18 @@ struct Link {
 }
 
 impl Link {
+    /// What would have to stay on each of so many workers for copies of weights to take no longer
+    /// than kernels do. They come twice, for the forward and for the backward: on one worker a byte
+    /// that stays saves both, on several the two are at different ones.
+    fn excess_bytes(&self, workers: u64) -> u64 {
+        let kernels_ms = self.forward_ms + self.backward_ms;
+        let excess = 2.0 * self.weights as f64 - kernels_ms * self.up_bytes_per_ms;
+        match self.exists {
+            true => excess.max(0.0) as u64 / workers.max(2),
+            false => 0,
+        }
+    }
+
     /// Of the time that kernels take, what copies beside them may take. Rates are rough before they
     /// are measured, copies come in bursts, and forwards that wait for copies seem longer than they
     /// are: with 0.8 a plan made from such times sent 24 GiB where 17 GiB still hid behind kernels.
@@ -730,6 +764,7 @@ mod tests {
                 kept_bytes: 0,
                 pieces: PieceRoom::default(),
                 host_bytes: 0,
+                held_bytes: 0,
             },
             costs: LayerCosts::default(),
             rates: CopyRates::default(),

@@ -31,6 +31,7 @@ use crate::config::{Grain, LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::cost::{LayerCosts, Phase};
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
+use crate::exec::held_weights::HoldPlan;
 use crate::exec::model::LossFn;
 use crate::exec::queue::StageJob;
 use crate::exec::repeats::{KeepPlan, RecomputedLayer};
@@ -323,6 +324,23 @@ impl Core {
         planner.preview(request.kind, &prepared.config, &prepared.batch())
     }
 
+    /// Which frozen weights stay on the workers of a call's stages.
+    fn hold_plan(&self, stages: &[Stage], assigned: &[usize], needs: &CallNeeds) -> HoldPlan {
+        let mut hold = HoldPlan::default();
+        let mut never_sent = Vec::new();
+        if needs.held_bytes > 0 {
+            let store = &self.model.store;
+            let bytes = |layer| store.frozen_part(layer).map_or(0, |part| part.bytes as u64);
+            let frozen: Vec<u64> = (0..self.model.layers.len()).map(bytes).collect();
+            let workers = self.ring.len();
+            hold = HoldPlan::choose(stages, assigned, workers, &frozen, needs.held_bytes);
+            let layers = hold.everywhere(stages, assigned).into_iter();
+            never_sent = layers.map(|layer| (layer, frozen[layer])).collect();
+        }
+        self.notes().held_weights = never_sent;
+        hold
+    }
+
     /// Gives a call its number and its workers. From here on failures reach it.
     fn register(
         &self,
@@ -344,7 +362,9 @@ impl Core {
         let assigned = self.ring.assign(&stages);
         let microbatches = prepared.inputs.sources.len();
         let mut keep = KeepPlan::default();
+        let mut hold = HoldPlan::default();
         if trains {
+            hold = self.hold_plan(&stages, &assigned, &needs);
             let times = part.planner.times();
             let grain = prepared.config.recompute_grain;
             let recomputed = recomputed_layers(&stages, grain, &|layer| {
@@ -374,6 +394,7 @@ impl Core {
             forward_stages: plan.forward.len(),
             needs,
             keep,
+            hold,
             microbatches,
             grain: prepared.config.recompute_grain,
             training,

@@ -18,11 +18,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 use roundpipe_tensor::device::Stamp;
-use roundpipe_tensor::transfer::{FilledSlot, HostValue, Port};
+use roundpipe_tensor::transfer::{HostValue, Port};
 use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 
+use super::copy_threads::FilledWeights;
 use super::data_check::DataCheck;
 use super::ending::{Ending, PartEnd};
+use super::held_weights::HoldPlan;
 use super::hooks::Hooks;
 use super::model::{LossFn, Model};
 use super::repeats::KeepPlan;
@@ -63,6 +65,8 @@ pub(crate) struct CallSpec {
     pub needs: CallNeeds,
     /// What forwards keep for their recompute.
     pub keep: KeepPlan,
+    /// Which frozen weights stay on their workers.
+    pub hold: HoldPlan,
     /// The worker of each stage.
     pub workers: Vec<usize>,
     /// All workers.
@@ -201,7 +205,7 @@ struct Mailboxes {
     /// By layer and microbatch.
     for_recompute: HashMap<(usize, usize), SavedForRecompute>,
     /// Uploaded weights, by stage and layer.
-    weights: HashMap<(usize, usize), FilledSlot>,
+    weights: HashMap<(usize, usize), FilledWeights>,
     losses: Vec<Option<Vec<HostValue>>>,
     outputs: Vec<Option<StageValue>>,
     input_grads: Vec<Option<Grads>>,
@@ -255,7 +259,7 @@ struct Leftovers {
     _grads: HashMap<(usize, usize), Grads>,
     _saved: HashMap<(usize, usize), StageValue>,
     _for_recompute: HashMap<(usize, usize), SavedForRecompute>,
-    _weights: HashMap<(usize, usize), FilledSlot>,
+    _weights: HashMap<(usize, usize), FilledWeights>,
 }
 
 /// The calls of an engine, or of a ring, in the order of their submission.
@@ -518,13 +522,13 @@ impl Call {
     // ---- weights and gradients ----
 
     /// Weights whose upload has been queued.
-    pub fn put_weights(&self, stage: usize, layer: usize, weights: FilledSlot) {
+    pub fn put_weights(&self, stage: usize, layer: usize, weights: FilledWeights) {
         self.put(|boxes| boxes.weights.insert((stage, layer), weights));
     }
 
     /// # Errors
     /// [`Error::Cancelled`] when the call fails.
-    pub fn wait_weights(&self, who: &str, stage: usize, layer: usize) -> Result<FilledSlot> {
+    pub fn wait_weights(&self, who: &str, stage: usize, layer: usize) -> Result<FilledWeights> {
         let what = "waiting for a layer's weights to be sent";
         self.wait(who, what, |boxes| boxes.weights.remove(&(stage, layer)))
     }

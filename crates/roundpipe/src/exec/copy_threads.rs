@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use roundpipe_tensor::device::Event;
-use roundpipe_tensor::transfer::{Port, Slot, SlotSegment};
+use roundpipe_tensor::transfer::{FilledSlot, Port, Slot, SlotSegment};
 use roundpipe_tensor::{Tensor, nvtx};
 
 use super::call::Call;
@@ -33,8 +33,28 @@ pub(crate) struct WeightUpload {
     pub call: Arc<Call>,
     pub stage: usize,
     pub layer: usize,
+    /// For all weights, or for those in front of the frozen ones.
     pub slot: Slot,
+    pub frozen: FrozenTarget,
     pub tickets: Vec<ReadTicket>,
+}
+
+/// Where the frozen weights of a layer go, which stand behind the others in its block.
+pub(crate) enum FrozenTarget {
+    /// Where the others go.
+    SameSlot,
+    /// To memory of their own; they begin at this byte of the block.
+    OwnSlot(usize, Slot),
+    /// Nowhere: those from this byte of the block on are on the worker.
+    Held(usize),
+}
+
+/// A layer's weights on their way to a worker, or there.
+#[derive(Debug)]
+pub(crate) struct FilledWeights {
+    pub slot: FilledSlot,
+    /// The frozen ones, where they have memory of their own.
+    pub frozen: Option<FilledSlot>,
 }
 
 /// The gradients of a job to take away.
@@ -186,23 +206,41 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
         stage,
         layer,
         slot,
+        frozen,
         tickets,
     } = upload;
     let spec = &call.spec;
     wait_published(port, &call, &tickets)?;
+    let (frozen_at, frozen_slot) = match frozen {
+        FrozenTarget::SameSlot => (usize::MAX, None),
+        FrozenTarget::OwnSlot(at, slot) => (at, Some(slot)),
+        FrozenTarget::Held(at) => (at, None),
+    };
     let mut segments = Vec::new();
+    let mut frozen_segments = Vec::new();
     for segment in spec.model.store.segments(layer, spec.version)? {
-        segments.push(SlotSegment {
+        let at = segment.block_offset;
+        let (list, offset) = match at.checked_sub(frozen_at) {
+            None => (&mut segments, at),
+            Some(behind) if frozen_slot.is_some() => (&mut frozen_segments, behind),
+            Some(_) => continue,
+        };
+        list.push(SlotSegment {
             host: segment.data.read_all()?,
-            offset: segment.block_offset as u64,
+            offset: offset as u64,
         });
     }
     let name = &spec.model.layers[layer].0;
     let _range = nvtx::range(|| format!("{} weights of {name} in", spec.model.name));
-    let (weights, flight) = slot.fill(name, segments, CHUNK, port.log())?;
+    let (slot, flight) = slot.fill(name, segments, CHUNK, port.log())?;
+    let frozen = frozen_slot.map(|slot| slot.fill(name, frozen_segments, CHUNK, port.log()));
+    let (frozen, frozen_flight) = frozen.transpose()?.unzip();
     // Kernels may be queued behind the copy now; only the tickets wait for its end.
-    call.put_weights(stage, layer, weights);
+    call.put_weights(stage, layer, FilledWeights { slot, frozen });
     flight.land()?;
+    if let Some(flight) = frozen_flight {
+        flight.land()?;
+    }
     // The chunks have been read; the optimizer may write there now.
     drop(tickets);
     Ok(())

@@ -19,6 +19,7 @@ use roundpipe_tensor::{DType, LaneKind, Tensor, Worker, nvtx};
 use super::backward::Prefetched;
 use super::call::{Call, Timed};
 use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
+use super::held_weights::HeldWeights;
 use super::queue::{JobQueue, StageJob};
 use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
@@ -45,6 +46,8 @@ pub(crate) struct Launcher {
     /// What forwards saved, on its way here.
     pub(super) prefetched: Prefetched,
     pub(super) resident: Vec<ResidentWeights>,
+    /// Frozen weights that stay from step to step.
+    pub(super) held: Vec<HeldWeights>,
     /// The call of the current job.
     pub(super) call: Weak<Call>,
     /// Where jobs come from; `None` in the serial executor, which hands them over.
@@ -72,6 +75,7 @@ impl Launcher {
             budget,
             prefetched: Prefetched::default(),
             resident: Vec::new(),
+            held: Vec::new(),
             call: Weak::new(),
             queue,
             next: None,
@@ -147,6 +151,8 @@ impl Launcher {
         let spec = &call.spec;
         self.resident
             .retain(|weights| weights.are_current(&spec.model, spec.version));
+        let worker = self.index;
+        self.held.retain(|held| held.may_stay(call, worker));
         let for_pieces = spec
             .keep
             .worker_bytes
@@ -425,6 +431,7 @@ impl Launcher {
     fn free_optional(&mut self) -> roundpipe_tensor::Result<()> {
         // A job that uses resident weights holds their tensors itself.
         self.resident.clear();
+        self.held.clear();
         self.prefetched.drop_pieces();
         self.kept.spill(&self.port)?;
         // Behind the spill, whose sources are in the outbox now.

@@ -1,6 +1,7 @@
 //! Weights of a launcher's worker: requested, awaited, and kept where they do not change.
 //!
-//! A layer's weights come from one of three places ([`WeightSource`]). The upload of a job's weights
+//! A layer's weights come from one of three places ([`WeightSource`]), its frozen ones perhaps from
+//! another than its trained ones ([`FrozenSource`]). The upload of a job's weights
 //! is requested before the tasks of the job before it start; a layer's tensors are made when its
 //! first microbatch gets there, so that compute starts as soon as the first layer has landed.
 
@@ -13,7 +14,8 @@ use roundpipe_tensor::transfer::{HostValue, Slot};
 use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
 
 use super::call::Call;
-use super::copy_threads::WeightUpload;
+use super::copy_threads::{FilledWeights, FrozenTarget, WeightUpload};
+use super::held_weights::HeldWeights;
 use super::launcher::Launcher;
 use super::model::Model;
 use super::queue::StageJob;
@@ -22,7 +24,7 @@ use super::task::Task;
 use crate::config::Grain;
 use crate::error::Result;
 use crate::plan::Pass;
-use crate::store::StoredParam;
+use crate::store::{FrozenPart, StoreLayer, StoredParam};
 
 /// Where a job finds a layer's weights. It is decided once, when they are requested: a user's write
 /// after that moment must not change the source.
@@ -32,7 +34,29 @@ pub(crate) enum WeightSource {
     /// Still on the worker, from an earlier call.
     Resident(Vec<Tensor>),
     /// In a slot that the upload thread fills.
-    Upload,
+    Upload(FrozenSource),
+}
+
+/// Where a job finds the frozen weights of a layer whose others are uploaded.
+pub(crate) enum FrozenSource {
+    /// With the others, in their slot.
+    SameSlot,
+    /// In memory of their own that is filled now and stays.
+    Stays(FrozenPart),
+    /// Still on the worker, from an earlier call; by parameter.
+    Held(FrozenPart, Vec<Option<Tensor>>),
+}
+
+impl FrozenSource {
+    /// Bytes of the slot for the other weights, and of one for the frozen ones.
+    fn slot_bytes(&self, layer: &StoreLayer) -> (usize, Option<usize>) {
+        match self {
+            // Without trained weights, the slot of the layer is the one that stays.
+            Self::Stays(part) if part.block_offset > 0 => (part.block_offset, Some(part.bytes)),
+            Self::SameSlot | Self::Stays(_) => (layer.block_bytes(), None),
+            Self::Held(part, _) => (part.block_offset, None),
+        }
+    }
 }
 
 /// A layer's weights that stay on the worker from call to call.
@@ -78,9 +102,30 @@ impl Launcher {
             .resident
             .iter()
             .find(|weights| weights.are_of(call, layer));
-        match resident {
-            Some(weights) => WeightSource::Resident(weights.tensors.clone()),
-            None => WeightSource::Upload,
+        if let Some(weights) = resident {
+            return WeightSource::Resident(weights.tensors.clone());
+        }
+        let frozen = self.frozen_source(call, layer);
+        if let FrozenSource::Held(_, tensors) = &frozen
+            && let Some(all) = tensors.iter().cloned().collect::<Option<Vec<Tensor>>>()
+        {
+            return WeightSource::Resident(all);
+        }
+        WeightSource::Upload(frozen)
+    }
+
+    fn frozen_source(&self, call: &Call, layer: usize) -> FrozenSource {
+        let spec = &call.spec;
+        let model = &spec.model;
+        // A layer that sets buffers has new ones without a new version.
+        let stays = spec.hold.has(self.index, layer) && !model.sets_buffers.load(Ordering::SeqCst);
+        let Some(part) = stays.then(|| model.store.frozen_part(layer)).flatten() else {
+            return FrozenSource::SameSlot;
+        };
+        let mut held = self.held.iter();
+        match held.find(|held| held.are_of(model, layer) && held.writes == part.writes) {
+            Some(held) => FrozenSource::Held(part, held.tensors.clone()),
+            None => FrozenSource::Stays(part),
         }
     }
 
@@ -109,33 +154,53 @@ impl Launcher {
         let mut sources = HashMap::new();
         for layer in layers {
             let source = self.weight_source(&call, layer);
-            if let WeightSource::Upload = source {
-                let bytes = call.spec.model.store.layer(layer).block_bytes() as u64;
-                let slot = match beside {
-                    Some(working) => Slot::reserve_beside(self.worker(), bytes, working),
-                    None => Slot::reserve(self.worker(), bytes),
-                };
-                let slot =
-                    slot.map_err(|error| call.error_at(job.stage, Some(layer), Some(0), error))?;
-                slots.push((layer, slot));
+            if let WeightSource::Upload(frozen) = &source {
+                let reserved = self.reserve(call.spec.model.store.layer(layer), frozen, beside);
+                let (slot, target) = reserved
+                    .map_err(|error| call.error_at(job.stage, Some(layer), Some(0), error))?;
+                slots.push((layer, slot, target));
             }
             sources.insert(layer, source);
         }
         // All slots are reserved before the first upload: without room for one, the others are
         // dropped and nothing was requested.
         job.weights = Some(sources);
-        for (layer, slot) in slots {
+        for (layer, slot, frozen) in slots {
             self.copies.upload(WeightUpload {
                 call: call.clone(),
                 stage: job.stage,
                 layer,
                 slot,
+                frozen,
                 // They go along, so that the upload gives them back as soon as it has landed, not
                 // the job at its end.
                 tickets: job.tickets.remove(&layer).unwrap_or_default(),
             });
         }
         Ok(())
+    }
+
+    /// Memory for a layer's weights.
+    fn reserve(
+        &self,
+        layer: &StoreLayer,
+        frozen: &FrozenSource,
+        beside: Option<u64>,
+    ) -> roundpipe_tensor::Result<(Slot, FrozenTarget)> {
+        let slot = |bytes: usize| match beside {
+            Some(working) => Slot::reserve_beside(self.worker(), bytes as u64, working),
+            None => Slot::reserve(self.worker(), bytes as u64),
+        };
+        let (bytes, frozen_bytes) = frozen.slot_bytes(layer);
+        // What stays comes first, so that what comes and goes lies below it in the pool.
+        let target = match (frozen, frozen_bytes) {
+            (FrozenSource::Stays(part), Some(bytes)) => {
+                FrozenTarget::OwnSlot(part.block_offset, slot(bytes)?)
+            }
+            (FrozenSource::Held(part, _), _) => FrozenTarget::Held(part.block_offset),
+            _ => FrozenTarget::SameSlot,
+        };
+        Ok((slot(bytes)?, target))
     }
 
     /// A layer with its weights on the worker; waits for them the first time.
@@ -174,9 +239,12 @@ impl Launcher {
         match &sources[&layer] {
             WeightSource::Host => self.alias_weights(job, task, layer),
             WeightSource::Resident(tensors) => Ok(tensors.clone()),
-            WeightSource::Upload => {
-                let tensors = self.uploaded_weights(task, layer)?;
+            WeightSource::Upload(frozen) => {
+                let tensors = self.uploaded_weights(task, layer, frozen)?;
                 self.keep_resident(task.call, layer, &tensors);
+                if let FrozenSource::Stays(part) = frozen {
+                    self.hold(task.call, layer, part, &tensors);
+                }
                 Ok(tensors)
             }
         }
@@ -210,18 +278,33 @@ impl Launcher {
         Ok(())
     }
 
-    /// Weights in their slot, once their upload is queued; kernels wait for the copy.
-    fn uploaded_weights(&self, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
+    /// Weights in their slots, once their upload is queued; kernels wait for the copy.
+    fn uploaded_weights(
+        &self,
+        task: &Task<'_>,
+        layer: usize,
+        source: &FrozenSource,
+    ) -> Result<Vec<Tensor>> {
         let uploaded = task.call.wait_weights(&self.who, task.stage, layer)?;
-        let stored = task.spec().model.store.layer(layer);
-        let places: Vec<(u64, DType, Shape)> = stored
-            .params()
-            .iter()
-            .map(|param| (param.block_offset as u64, param.dtype, param.shape))
-            .collect();
-        uploaded
-            .tensors(&places)
-            .map_err(|error| task.error(Some(layer), error))
+        let params = task.spec().model.store.layer(layer).params();
+        let tensors = weights_in(params, uploaded, source);
+        tensors.map_err(|error| task.error(Some(layer), error))
+    }
+
+    /// Keeps a layer's frozen weights for the steps that follow.
+    fn hold(&mut self, call: &Call, layer: usize, part: &FrozenPart, tensors: &[Tensor]) {
+        let model = &call.spec.model;
+        self.held.retain(|held| !held.are_of(model, layer));
+        let params = model.store.layer(layer).params().iter();
+        let frozen = params
+            .zip(tensors)
+            .map(|(param, tensor)| (!param.trainable).then(|| tensor.clone()));
+        self.held.push(HeldWeights {
+            model: Arc::downgrade(model),
+            layer,
+            writes: part.writes,
+            tensors: frozen.collect(),
+        });
     }
 
     /// Keeps weights for the calls that follow, if the engine asks for it and they cannot change.
@@ -274,4 +357,36 @@ impl Launcher {
         // A sum is written to, so it must be memory of the worker's own.
         self.worker().copied_long(&here, param.dtype.accumulator())
     }
+}
+
+/// A layer's tensors, in the order of its parameters, from where they lie.
+fn weights_in(
+    params: &[StoredParam],
+    uploaded: FilledWeights,
+    source: &FrozenSource,
+) -> roundpipe_tensor::Result<Vec<Tensor>> {
+    let places = |wanted: &dyn Fn(&StoredParam) -> bool, start: usize| {
+        let params = params.iter().filter(|param| wanted(param));
+        let place = |param: &StoredParam| {
+            let offset = (param.block_offset - start) as u64;
+            (offset, param.dtype, param.shape)
+        };
+        params.map(place).collect::<Vec<(u64, DType, Shape)>>()
+    };
+    let FilledWeights { slot, frozen } = uploaded;
+    let frozen: Vec<Tensor> = match (source, frozen) {
+        (FrozenSource::Held(_, tensors), _) => tensors.iter().flatten().cloned().collect(),
+        (FrozenSource::Stays(part), Some(apart)) => {
+            apart.tensors(&places(&|param| !param.trainable, part.block_offset))?
+        }
+        _ => return slot.tensors(&places(&|_| true, 0)),
+    };
+    let trained = slot.tensors(&places(&|param| param.trainable, 0))?;
+    let (mut frozen, mut trained) = (frozen.into_iter(), trained.into_iter());
+    let next = |param: &StoredParam| match param.trainable {
+        true => trained.next(),
+        false => frozen.next(),
+    };
+    let tensors: Option<Vec<Tensor>> = params.iter().map(next).collect();
+    Ok(tensors.expect("each parameter is in one of the two"))
 }

@@ -9,6 +9,7 @@ mod faults;
 mod finite;
 mod gpu;
 mod groups;
+mod held;
 mod hooks;
 mod host_loss;
 mod invisible;

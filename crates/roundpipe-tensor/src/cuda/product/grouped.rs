@@ -120,9 +120,7 @@ pub(super) unsafe fn forward(call: &Call<'_>, accumulate: bool) -> Result<()> {
     if call.dst(0).numel() == 0 {
         return Ok(());
     }
-    let plan = |[x, w]: [&View; 2]| {
-        hopper::GroupedPlan::of(call.gpu.capability, x, w, accumulate)
-    };
+    let plan = |[x, w]: [&View; 2]| hopper::GroupedPlan::of(call.gpu.capability, x, w, accumulate);
     // SAFETY: the launch contract; plans are of the operands that they are given.
     unsafe {
         match (plan(main), beside) {
