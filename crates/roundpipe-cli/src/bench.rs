@@ -21,6 +21,7 @@ use roundpipe::{
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
 
+use roundpipe_train::batches::{self, random_documents};
 use roundpipe_train::machine::{self, StateTypes, processors, product_rate};
 
 use crate::place::{Place, size};
@@ -44,6 +45,9 @@ pub struct BenchCmd {
     /// Tokens per sequence
     #[arg(long, default_value_t = 4096)]
     seq: usize,
+    /// Packed rows: documents of so many tokens on average, instead of one per row
+    #[arg(long, hide_short_help = true)]
+    documents: Option<usize>,
     /// Microbatches per step [default: devices + 1]
     #[arg(long)]
     microbatches: Option<usize>,
@@ -145,6 +149,12 @@ impl BenchCmd {
             "--microbatches must be from 1 to {MOST_MICROBATCHES}"
         );
         ensure!(
+            self.documents
+                .is_none_or(|mean| (1..=self.seq).contains(&mean)),
+            "--documents must be from 1 to --seq ({})",
+            self.seq
+        );
+        ensure!(
             self.clip.is_none_or(|clip| clip > 0.0 && clip.is_finite()),
             "--clip must be above 0"
         );
@@ -171,7 +181,8 @@ impl BenchCmd {
         };
         let tokens = tokens as f64;
         let pins = engine.ring().pins();
-        let floor = model.config.flops_per_token(self.seq, trains) * tokens / rate;
+        let seq = self.attended(model.config.vocab)?;
+        let floor = model.config.flops_per_token(seq, trains) * tokens / rate;
         self.tell(
             out,
             devices.workers.len(),
@@ -338,6 +349,7 @@ impl BenchCmd {
             "mode": format!("{:?}", self.mode).to_lowercase(),
             "batch": self.batch,
             "seq": self.seq,
+            "documents": self.documents,
             "microbatches": self.microbatches.unwrap_or(workers + 1),
             "lag": self.lag,
             "grain": format!("{:?}", self.grain).to_lowercase(),
@@ -434,7 +446,15 @@ impl BenchCmd {
 
     /// Forward and backward of a step; its loss, a mean over the batch.
     fn step_of(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
-        let trained = engine.train(self.inputs(vocab, step)?).run()?;
+        let trained = match self.documents {
+            None => engine.train(self.inputs(vocab, step)?).run()?,
+            Some(mean) => {
+                let batch = random_documents([self.batch, self.seq], mean, vocab, step)?;
+                let microbatches = self.microbatches.unwrap_or(engine.ring().len() + 1);
+                let (inputs, config) = batches::call(&Arc::new(batch), microbatches)?;
+                engine.train(inputs).config(config).run()?
+            }
+        };
         Ok(trained.losses.total())
     }
 
@@ -447,6 +467,19 @@ impl BenchCmd {
         };
         engine.update(&update, self.lag())?;
         Ok(loss)
+    }
+
+    /// The length of rows in which a token attends to as many others as it does here on average.
+    fn attended(&self, vocab: usize) -> anyhow::Result<usize> {
+        let Some(mean) = self.documents else {
+            return Ok(self.seq);
+        };
+        let batch = random_documents([self.batch, self.seq], mean, vocab, self.warm_up)?;
+        let squares = |ends: &Vec<i32>| {
+            let lengths = ends.windows(2).map(|pair| (pair[1] - pair[0]) as usize);
+            lengths.map(|length| length * length).sum::<usize>()
+        };
+        Ok(batch.lens.iter().map(squares).sum::<usize>() / (self.batch * self.seq))
     }
 
     /// Random tokens, and the ones that follow them as labels.

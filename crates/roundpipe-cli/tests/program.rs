@@ -155,6 +155,7 @@ fn bench_ends_with_a_line_of_json() {
     ];
     for more in [
         &["--devices", "cpu:2", "--lag", "0", "--pin", "off"][..],
+        &["--devices", "cpu", "--documents", "8"],
         &[
             "--devices",
             "cpu",
@@ -196,6 +197,7 @@ fn commands_say_what_they_cannot_use() {
     for (args, word) in [
         (vec!["bench", "qwen9-1b"], "qwen3-1.7b"),
         (vec!["bench", "tiny", "--devices", "tpu"], "cuda:N"),
+        (vec!["bench", "tiny", "--documents", "0"], "--documents"),
         (
             vec!["bench", "tiny", "--seq", "0", "--devices", "cpu"],
             "at least 1",

@@ -23,7 +23,7 @@ pub mod profile;
 pub mod doctor;
 pub mod eval;
 
-mod batches;
+pub mod batches;
 mod model;
 mod preference;
 mod resolve;
