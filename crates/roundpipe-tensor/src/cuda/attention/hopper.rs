@@ -101,15 +101,12 @@ impl HopperHeads {
             .for_hopper()
     }
 
-    /// Shared memory: the block's own rows of one side (of two, in the backward), two tiles per
-    /// stage, and room to begin at a multiple of 1024 bytes.
+    /// Shared memory: twice the block's own rows (the queries of this work and the next; in the
+    /// backward those of two operands), two tiles per stage, and room to begin at a multiple of
+    /// 1024 bytes.
     fn shared(self, kernel: HopperKernel) -> u32 {
-        let own = match kernel {
-            HopperKernel::Forward => ROWS,
-            HopperKernel::Dq | HopperKernel::Dkv => 2 * ROWS,
-        };
         let passing = 2 * kernel.stages(self.width) * kernel.columns();
-        ((own + passing) * self.width * 2 + 1024) as u32
+        ((2 * ROWS + passing) * self.width * 2 + 1024) as u32
     }
 }
 
@@ -167,13 +164,14 @@ pub(super) unsafe fn forward(call: &Call<'_>, p: &KernelProblem, heads: HopperHe
         .size(slots)
         .ptr(call.alarm.device)
         .u32(call.alarm.code(call.kernel.name()));
-    let grid = p.grid(slots, p.heads, 1);
+    let [works, ..] = p.grid(slots, p.heads, 1);
+    let blocks = works.min(call.gpu.processors()? as u32);
     // SAFETY: the arguments are the kernel's parameters; the maps say how far the operands reach,
     // which are the caller's promise.
     unsafe {
         call.launch(
             &heads.unit(kernel),
-            grid,
+            [blocks, 1, 1],
             [THREADS, 1, 1],
             heads.shared(kernel),
             &mut args,

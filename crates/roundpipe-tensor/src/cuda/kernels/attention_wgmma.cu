@@ -3,7 +3,8 @@
 // Queries, keys and values are D wide, 64 or 128. A block has 128 rows, queries in forward and dq, keys in dk and dv, and
 // three warpgroups: two multiply, 64 rows each; the third orders copies of the other side's tiles of COLS rows, STAGES
 // ahead. Two barriers per stage: `full` (the copies have landed) and `empty` (every warp that multiplies has read it and
-// arrived). A warpgroup without rows leaves at once, and nobody counts on it.
+// arrived). Forward and dq stay on their processor and go from one tile of queries to the next; barriers and stages go on
+// over all of them. For that dk and dv have no registers: there a block has one tile of keys.
 //
 // Products leave their sums in the registers in which the next product wants its left side, so weights never touch
 // memory: dk and dv multiply the transposed scores, k qᵀ, for that reason. The right sides of those next products are the
@@ -70,6 +71,33 @@ __device__ __forceinline__ bool find_tile(Piece& p, const Shape& s, bool by_keys
     }
     return false;
 }
+
+#if PART < 2
+// What a block works on next: `count` queries of a head, and `tiles` tiles of keys from `start` on. No queries: there is
+// nothing more.
+struct Work { Piece piece; Place at; int count, start, tiles; };
+
+// The work of number x in the order of ranks, all heads of a rank together. All lanes of a warp; false when there is none.
+__device__ __forceinline__ bool find_work(Work& work, const Shape& s, i64 x, i64 slots) {
+    i64 rest = x % (s.heads * s.batch);
+    work.at.slot = x / (s.heads * s.batch);
+    work.at.head = rest % s.heads;
+    work.at.batch = rest / s.heads;
+    Piece& p = work.piece;
+    if (!find_tile(p, s, false, work.at.slot, slots)) return false;
+    work.count = (int)least(p.queries - p.at, ROWS);
+    work.start = (int)(first_seen(s, p, p.at) / COLS * COLS);
+    int end = (int)end_seen(s, p, p.at + work.count - 1);
+    work.tiles = work.start < end ? (end - work.start + COLS - 1) / COLS : 0;
+    return true;
+}
+
+// The number that the block takes in a round: in one round from the left, in the next from the right, so that all blocks
+// get about the same when works come sorted.
+__device__ __forceinline__ i64 number_in(i64 round) {
+    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+#endif
 
 // Where a block works: of packed rows all heads of a rank together, since ranks are sorted; otherwise a head's tiles.
 __device__ __forceinline__ Place place_in(const Shape& s, i64 x, i64 slots, i64 heads) {
@@ -166,326 +194,405 @@ __device__ __forceinline__ int warpgroup_here() { return __shfl_sync(0xffffffffu
 // Where the tiles of shared memory begin: at a multiple of 1024 bytes.
 __device__ __forceinline__ u8* tiles_in(u8* raw) { return raw + ((1024 - (shared_address(raw) & 1023)) & 1023); }
 
-__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
-__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
+// A block's 64,512 registers: so many for each thread that orders copies, and so many for each that multiplies.
+template <int COUNT> __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+template <int COUNT> __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 
 // Tile j of a block goes through stage j % STAGES; this is how often that was used before, as a parity.
 __device__ __forceinline__ u32 turn_of(int j) { return (u32)(j / STAGES) & 1; }
 
+// The tiles of a work of which the other warpgroup has all the rows.
+__device__ __forceinline__ void leave_tiles(int base, int tiles, u32 k_full, u32 k_empty, u32 v_full, u32 v_empty) {
+    for (int j = base; j < base + tiles; ++j) {
+        int stage = j % STAGES;
+        barrier_wait(k_full + 8 * stage, turn_of(j));
+        barrier_wait(v_full + 8 * stage, turn_of(j));
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            barrier_arrive(k_empty + 8 * stage);
+            barrier_arrive(v_empty + 8 * stage);
+        }
+    }
+    __syncwarp();
+}
+
 #if PART == 0
-// Two tiles are in work at once: while the tensor cores multiply the scores of one and the weights of the one before, a
-// warpgroup waits only for the former. The two warpgroups take turns to order products (barriers 1 and 2), so that one
-// computes exponentials while the other multiplies.
+// A block stays on its processor and takes tiles of queries, those with the most work first. The third warpgroup finds
+// them and brings the next one's queries and keys while this one is in work.
+// Two tiles of keys are in work at once: while the tensor cores multiply the scores of one and the weights of the one
+// before, a warpgroup waits only for the former. The two warpgroups take turns to order products (barriers 1 and 2), so
+// that one computes exponentials while the other multiplies.
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_wgmma_forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
                         Shape s, const T* sinks, View o, float* lse, i64 slots, u32* alarm, u32 code) {
     extern __shared__ u8 raw[];
-    __shared__ u64 barriers[1 + 4 * STAGES];
-    __shared__ Piece found;
-    __shared__ int is_found;
+    __shared__ u64 barriers[4 + 4 * STAGES];
+    __shared__ Work works[2];
     if (blockIdx.x == 0) check_lens(s, alarm, code);
-    Place at = place_in(s, blockIdx.x, slots, s.heads);
-    u32 q_full = shared_address(barriers), k_full = q_full + 8, v_full = k_full + 8 * STAGES;
+    u32 own_full = shared_address(barriers), own_empty = own_full + 16, k_full = own_empty + 16, v_full = k_full + 8 * STAGES;
     u32 k_empty = v_full + 8 * STAGES, v_empty = k_empty + 8 * STAGES;
-    if (threadIdx.x < 32) {
-        Piece mine;
-        bool is_mine = find_tile(mine, s, false, at.slot, slots);
-        if (threadIdx.x == 0) {
-            found = mine;
-            is_found = is_mine;
-            int warps = is_mine && mine.queries - mine.at > 64 ? 8 : 4;
-            barrier_init(q_full, 1);
-            for (int i = 0; i < STAGES; ++i) {
-                barrier_init(k_full + 8 * i, 1);
-                barrier_init(v_full + 8 * i, 1);
-                barrier_init(k_empty + 8 * i, warps);
-                barrier_init(v_empty + 8 * i, warps);
-            }
-            barriers_ready();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) { barrier_init(own_full + 8 * i, 1); barrier_init(own_empty + 8 * i, 8); }
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(k_full + 8 * i, 1);
+            barrier_init(v_full + 8 * i, 1);
+            barrier_init(k_empty + 8 * i, 8);
+            barrier_init(v_empty + 8 * i, 8);
         }
+        barriers_ready();
     }
     __syncthreads();
-    if (!is_found) return;
-    Piece p = found;
     u8* memory = tiles_in(raw);
-    u32 own = shared_address(memory), k_tiles = own + OWN_BYTES, v_tiles = k_tiles + STAGES * TILE_BYTES;
-    int count = (int)least(p.queries - p.at, ROWS), warpgroup = warpgroup_here();
-    int start = (int)(first_seen(s, p, p.at) / COLS * COLS), end = (int)end_seen(s, p, p.at + count - 1);
-    int tiles = start < end ? (end - start + COLS - 1) / COLS : 0;
-    i64 row = p.first_query + p.at;
+    u32 own = shared_address(memory), k_tiles = own + 2 * OWN_BYTES, v_tiles = k_tiles + STAGES * TILE_BYTES;
+    int warpgroup = warpgroup_here(), lane = threadIdx.x % 32;
     if (warpgroup == 2) {
-        fewer_registers();
-        if (threadIdx.x != 256) return;
-        i64 key_head = at.head / (s.heads / s.key_heads), key = p.first_key + start;
-        if (tiles > 0) {
-            barrier_expect(q_full, OWN_BYTES);
-            bring(own, OWN_PANEL, &q, q_full, row, at.head, at.batch);
+        fewer_registers<104>();
+        if (threadIdx.x >= 256 + 32) return;
+        i64 all = slots * s.heads * s.batch;
+        // Works taken so far, and tiles of keys brought.
+        int taken = 0, passed = 0;
+        for (i64 round = 0;; ++round) {
+            i64 x = number_in(round);
+            bool is_over = round * gridDim.x >= all;
+            Work work;
+            work.count = 0;
+            if (!is_over && (x >= all || !find_work(work, s, x, slots))) continue;
+            if (lane == 0) {
+                int place = taken % 2;
+                u32 bar = own_full + 8 * place;
+                barrier_wait(own_empty + 8 * place, taken / 2 % 2 ^ 1);
+                works[place] = work;
+                const Piece& p = work.piece;
+                if (work.count > 0 && work.tiles > 0) {
+                    barrier_expect(bar, OWN_BYTES);
+                    bring(own + place * OWN_BYTES, OWN_PANEL, &q, bar, p.first_query + p.at, work.at.head, work.at.batch);
+                    i64 key_head = work.at.head / (s.heads / s.key_heads), key = p.first_key + work.start;
+                    for (int j = passed; j < passed + work.tiles; ++j, key += COLS) {
+                        int stage = j % STAGES;
+                        u32 parity = turn_of(j) ^ 1;
+                        barrier_wait(k_empty + 8 * stage, parity);
+                        barrier_expect(k_full + 8 * stage, TILE_BYTES);
+                        bring(k_tiles + stage * TILE_BYTES, TILE_PANEL, &k, k_full + 8 * stage, key, key_head, work.at.batch);
+                        barrier_wait(v_empty + 8 * stage, parity);
+                        barrier_expect(v_full + 8 * stage, TILE_BYTES);
+                        bring(v_tiles + stage * TILE_BYTES, TILE_PANEL, &v, v_full + 8 * stage, key, key_head, work.at.batch);
+                    }
+                    passed += work.tiles;
+                } else {
+                    barrier_arrive(bar);
+                }
+            }
+            __syncwarp();
+            if (is_over) return;
+            ++taken;
         }
-        for (int j = 0; j < tiles; ++j, key += COLS) {
-            int stage = j % STAGES;
-            u32 parity = turn_of(j) ^ 1;
-            barrier_wait(k_empty + 8 * stage, parity);
-            barrier_expect(k_full + 8 * stage, TILE_BYTES);
-            bring(k_tiles + stage * TILE_BYTES, TILE_PANEL, &k, k_full + 8 * stage, key, key_head, at.batch);
-            barrier_wait(v_empty + 8 * stage, parity);
-            barrier_expect(v_full + 8 * stage, TILE_BYTES);
-            bring(v_tiles + stage * TILE_BYTES, TILE_PANEL, &v, v_full + 8 * stage, key, key_head, at.batch);
-        }
-        return;
     }
-    more_registers();
-    if (warpgroup * 64 >= count) return;
-    bool takes_turns = count > 64 && tiles > 1;
-    if (takes_turns && warpgroup == 1) pass(1, 256);
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, line = threadIdx.x / 32 * 16;
-    u32 mine = own + warpgroup * 64 * 128;
-    // Keys from `clear_from` to `clear_to` are seen by the whole warpgroup; from low to high by a row.
-    int clear_from = (int)first_seen(s, p, p.at + warpgroup * 64 + 63), clear_to = (int)end_seen(s, p, p.at + warpgroup * 64);
-    int low[2], high[2];
+    more_registers<200>();
+    int g = lane / 4, t = lane % 4, line = threadIdx.x / 32 * 16;
     // The highest score is searched before it is scaled, so the factor must be positive; `sign` is what is missing.
     float scale = (float)(s.scale * 1.4426950408889634), sign = scale > 0.0f ? 1.0f : scale < 0.0f ? -1.0f : 0.0f;
     scale = scale == 0.0f ? 1.0f : scale * sign;
-    float top[2], sum[2], out[D / 2], x[COLS / 2];
+    float out[D / 2], x[COLS / 2];
     u32 weights[COLS / 4];
-    #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        low[h] = (int)first_seen(s, p, p.at + line + g + 8 * h) - 2 * t;
-        high[h] = (int)end_seen(s, p, p.at + line + g + 8 * h) - 2 * t;
-        top[h] = sinks ? up(sinks[at.head]) * LOG2E : -infinity();
-        // Four lanes sum parts of a row; one of them starts with the sink.
-        sum[h] = sinks && t == 0 ? 1.0f : 0.0f;
-    }
-    clear(out);
     clear(x);
-    // Scores of the tile at `key` become exponentials; what was summed before fades by so much.
-    auto soften = [&](int key, float (&fade)[2]) {
-        if (sign != 1.0f) {
-            #pragma unroll
-            for (int i = 0; i < COLS / 2; ++i) x[i] *= sign;
+    // `base` is the number of this work's first tile of keys among all that this block goes over.
+    for (int taken = 0, base = 0;; ++taken) {
+        int place = taken % 2;
+        barrier_wait(own_full + 8 * place, taken / 2 % 2);
+        const Work& work = works[place];
+        const Piece& p = work.piece;
+        int count = work.count, start = work.start, tiles = work.tiles;
+        if (count == 0) return;
+        if (warpgroup * 64 >= count) {
+            leave_tiles(base, tiles, k_full, k_empty, v_full, v_empty);
+            if (lane == 0) barrier_arrive(own_empty + 8 * place);
+            base += tiles;
+            continue;
         }
-        if (key < clear_from || key + COLS > clear_to) {
-            #pragma unroll
-            for (int h = 0; h < 2; ++h) hide(x, h, low[h] - key, high[h] - key, -infinity());
-        }
+        bool takes_turns = count > 64 && tiles > 1;
+        if (takes_turns && warpgroup == 1) pass(1, 256);
+        u32 mine = own + place * OWN_BYTES + warpgroup * 64 * 128;
+        // Keys from `clear_from` to `clear_to` are seen by the whole warpgroup; from low to high by a row.
+        int clear_from = (int)first_seen(s, p, p.at + warpgroup * 64 + 63), clear_to = (int)end_seen(s, p, p.at + warpgroup * 64);
+        int low[2], high[2];
+        float top[2], sum[2], fade[2];
         #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float highest = x[2 * h];
-            #pragma unroll
-            for (int n = 0; n < COLS / 8; ++n) highest = fmaxf(highest, fmaxf(x[n * 4 + 2 * h], x[n * 4 + 2 * h + 1]));
-            #pragma unroll
-            for (int step = 1; step <= 2; step <<= 1) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-            highest = fmaxf(top[h], highest * scale);
-            // A query that has seen nothing yet would subtract infinities.
-            float base = highest == -infinity() ? 0.0f : highest, total = 0.0f;
-            fade[h] = exp2_of(top[h] - base);
-            top[h] = highest;
-            #pragma unroll
-            for (int n = 0; n < COLS / 8; ++n) {
-                #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& y = x[n * 4 + 2 * h + e];
-                    y = exp2_of(y * scale - base);
-                    total += y;
-                }
-            }
-            sum[h] = sum[h] * fade[h] + total;
+            low[h] = (int)first_seen(s, p, p.at + line + g + 8 * h) - 2 * t;
+            high[h] = (int)end_seen(s, p, p.at + line + g + 8 * h) - 2 * t;
+            top[h] = sinks ? up(sinks[work.at.head]) * LOG2E : -infinity();
+            // Four lanes sum parts of a row; one of them starts with the sink.
+            sum[h] = sinks && t == 0 ? 1.0f : 0.0f;
         }
-    };
-    float fade[2];
-    if (tiles > 0) {
-        barrier_wait(q_full, 0);
-        barrier_wait(k_full, 0);
-        products_begin();
-        scores(x, mine, k_tiles);
-        products_commit();
-        products_wait<0>();
-        hold(x);
-        if (lane == 0) barrier_arrive(k_empty);
-        // Nothing was summed before this tile.
-        soften(start, fade);
-        narrow(weights, x);
-    }
-    for (int j = 1; j < tiles; ++j) {
-        int stage = j % STAGES, before = (j - 1) % STAGES;
-        barrier_wait(k_full + 8 * stage, turn_of(j));
-        if (takes_turns) meet(1 + warpgroup, 256);
-        products_begin();
-        scores(x, mine, k_tiles + stage * TILE_BYTES);
-        products_commit();
-        barrier_wait(v_full + 8 * before, turn_of(j - 1));
-        products_begin();
-        weighted(out, weights, v_tiles + before * TILE_BYTES);
-        products_commit();
-        // Nobody waits for the second warpgroup's last turn.
-        if (takes_turns && (warpgroup == 0 || j + 1 < tiles)) pass(2 - warpgroup, 256);
-        products_wait<1>();
-        hold(x);
-        if (lane == 0) barrier_arrive(k_empty + 8 * stage);
-        soften(start + j * COLS, fade);
-        hold(x);
-        // Where the highest score has not changed nothing fades. The branch also keeps the wait behind the exponentials,
-        // where the compiler would move it before them.
-        if (__any_sync(0xffffffffu, fade[0] != 1.0f || fade[1] != 1.0f)) {
+        clear(out);
+        // Scores of the tile at `key` become exponentials; what was summed before fades by so much.
+        auto soften = [&](int key) {
+            if (sign != 1.0f) {
+                #pragma unroll
+                for (int i = 0; i < COLS / 2; ++i) x[i] *= sign;
+            }
+            if (key < clear_from || key + COLS > clear_to) {
+                #pragma unroll
+                for (int h = 0; h < 2; ++h) hide(x, h, low[h] - key, high[h] - key, -infinity());
+            }
+            #pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float highest = x[2 * h];
+                #pragma unroll
+                for (int n = 0; n < COLS / 8; ++n) highest = fmaxf(highest, fmaxf(x[n * 4 + 2 * h], x[n * 4 + 2 * h + 1]));
+                #pragma unroll
+                for (int step = 1; step <= 2; step <<= 1) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+                highest = fmaxf(top[h], highest * scale);
+                // A query that has seen nothing yet would subtract infinities.
+                float lowest = highest == -infinity() ? 0.0f : highest, total = 0.0f;
+                fade[h] = exp2_of(top[h] - lowest);
+                top[h] = highest;
+                #pragma unroll
+                for (int n = 0; n < COLS / 8; ++n) {
+                    #pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& y = x[n * 4 + 2 * h + e];
+                        y = exp2_of(y * scale - lowest);
+                        total += y;
+                    }
+                }
+                sum[h] = sum[h] * fade[h] + total;
+            }
+        };
+        if (tiles > 0) {
+            int stage = base % STAGES;
+            barrier_wait(k_full + 8 * stage, turn_of(base));
+            products_begin();
+            scores(x, mine, k_tiles + stage * TILE_BYTES);
+            products_commit();
+            products_wait<0>();
+            hold(x);
+            if (lane == 0) barrier_arrive(k_empty + 8 * stage);
+            // Nothing was summed before this tile.
+            soften(start);
+            narrow(weights, x);
+        }
+        for (int j = 1; j < tiles; ++j) {
+            int stage = (base + j) % STAGES, before = (base + j - 1) % STAGES;
+            barrier_wait(k_full + 8 * stage, turn_of(base + j));
+            if (takes_turns) meet(1 + warpgroup, 256);
+            products_begin();
+            scores(x, mine, k_tiles + stage * TILE_BYTES);
+            products_commit();
+            barrier_wait(v_full + 8 * before, turn_of(base + j - 1));
+            products_begin();
+            weighted(out, weights, v_tiles + before * TILE_BYTES);
+            products_commit();
+            // Nobody waits for the second warpgroup's last turn.
+            if (takes_turns && (warpgroup == 0 || j + 1 < tiles)) pass(2 - warpgroup, 256);
+            products_wait<1>();
+            hold(x);
+            if (lane == 0) barrier_arrive(k_empty + 8 * stage);
+            soften(start + j * COLS);
+            hold(x);
+            // Where the highest score has not changed nothing fades. The branch also keeps the wait behind the
+            // exponentials, where the compiler would move it before them.
+            if (__any_sync(0xffffffffu, fade[0] != 1.0f || fade[1] != 1.0f)) {
+                products_wait<0>();
+                hold(out);
+                #pragma unroll
+                for (int i = 0; i < D / 2; ++i) out[i] *= fade[i / 2 % 2];
+            }
             products_wait<0>();
             hold(out);
-            #pragma unroll
-            for (int i = 0; i < D / 2; ++i) out[i] *= fade[i / 2 % 2];
+            if (lane == 0) barrier_arrive(v_empty + 8 * before);
+            narrow(weights, x);
         }
-        products_wait<0>();
-        hold(out);
-        if (lane == 0) barrier_arrive(v_empty + 8 * before);
-        narrow(weights, x);
-    }
-    if (tiles > 0) {
-        int last = (tiles - 1) % STAGES, there = (int)p.keys - (start + (tiles - 1) * COLS);
-        barrier_wait(v_full + 8 * last, turn_of(tiles - 1));
-        if (there < COLS) {
-            zero_lines(memory + OWN_BYTES + (STAGES + last) * TILE_BYTES, there);
-            zeroed();
+        if (tiles > 0) {
+            int last = (base + tiles - 1) % STAGES, there = (int)p.keys - (start + (tiles - 1) * COLS);
+            barrier_wait(v_full + 8 * last, turn_of(base + tiles - 1));
+            if (there < COLS) {
+                zero_lines(memory + 2 * OWN_BYTES + (STAGES + last) * TILE_BYTES, there);
+                zeroed();
+            }
+            products_begin();
+            weighted(out, weights, v_tiles + last * TILE_BYTES);
+            products_commit();
+            products_wait<0>();
+            hold(out);
+            if (lane == 0) barrier_arrive(v_empty + 8 * last);
         }
-        products_begin();
-        weighted(out, weights, v_tiles + last * TILE_BYTES);
-        products_commit();
-        products_wait<0>();
-        hold(out);
-        // The lines of the queries are written next, by the same warpgroup.
-        meet(3 + warpgroup, 128);
-    }
-    float factor[2];
-    #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+        float factor[2];
+        i64 row = p.first_query + p.at;
         #pragma unroll
-        for (int step = 1; step <= 2; step <<= 1) sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], step);
-        factor[h] = sum[h] == 0.0f ? 0.0f : 1.0f / sum[h];
-        int r = line + g + 8 * h;
-        if (t == 0 && r < count) lse[(at.batch * s.heads + at.head) * s.queries + row + r] = top[h] * LN2 + logf(sum[h]);
+        for (int h = 0; h < 2; ++h) {
+            #pragma unroll
+            for (int step = 1; step <= 2; step <<= 1) sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], step);
+            factor[h] = sum[h] == 0.0f ? 0.0f : 1.0f / sum[h];
+            int r = line + g + 8 * h;
+            if (t == 0 && r < count) lse[(work.at.batch * s.heads + work.at.head) * s.queries + row + r] = top[h] * LN2 + logf(sum[h]);
+        }
+        // The results go through the lines of the queries, which no warp of this warpgroup reads any more.
+        meet(3 + warpgroup, 128);
+        T* to = row_at<T>(o, work.at.batch, row, work.at.head);
+        store(memory + place * OWN_BYTES, line, out, factor[0], factor[1], to, o.stride[1], count);
+        show_to_engines();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(own_empty + 8 * place);
+        base += tiles;
     }
-    store(memory, line, out, factor[0], factor[1], row_at<T>(o, at.batch, row, at.head), o.stride[1], count);
 }
 #endif
 
 #if PART == 1
+// A block stays on its processor, as in the forward; the next work's first keys and values come while this one is in work,
+// its queries when their place is free.
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_wgmma_dq(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
                    const __grid_constant__ TensorMap d_o, Shape s, const float* lse, const float* delta, View dq, i64 slots) {
     extern __shared__ u8 raw[];
-    __shared__ u64 barriers[1 + 4 * STAGES];
-    __shared__ Piece found;
-    __shared__ int is_found;
-    Place at = place_in(s, blockIdx.x, slots, s.heads);
-    u32 own_full = shared_address(barriers), k_full = own_full + 8, v_full = k_full + 8 * STAGES;
+    __shared__ u64 barriers[2 + 4 * STAGES];
+    __shared__ Work shared_work;
+    u32 own_full = shared_address(barriers), own_empty = own_full + 8, k_full = own_empty + 8, v_full = k_full + 8 * STAGES;
     u32 k_empty = v_full + 8 * STAGES, v_empty = k_empty + 8 * STAGES;
-    if (threadIdx.x < 32) {
-        Piece mine;
-        bool is_mine = find_tile(mine, s, false, at.slot, slots);
-        if (threadIdx.x == 0) {
-            found = mine;
-            is_found = is_mine;
-            int warps = is_mine && mine.queries - mine.at > 64 ? 8 : 4;
-            barrier_init(own_full, 1);
-            for (int i = 0; i < STAGES; ++i) {
-                barrier_init(k_full + 8 * i, 1);
-                barrier_init(v_full + 8 * i, 1);
-                barrier_init(k_empty + 8 * i, warps);
-                barrier_init(v_empty + 8 * i, warps);
-            }
-            barriers_ready();
+    if (threadIdx.x == 0) {
+        barrier_init(own_full, 1);
+        barrier_init(own_empty, 8);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(k_full + 8 * i, 1);
+            barrier_init(v_full + 8 * i, 1);
+            barrier_init(k_empty + 8 * i, 8);
+            barrier_init(v_empty + 8 * i, 8);
         }
+        barriers_ready();
     }
     __syncthreads();
-    if (!is_found) return;
-    Piece p = found;
     u8* memory = tiles_in(raw);
     u32 own = shared_address(memory), k_tiles = own + 2 * OWN_BYTES, v_tiles = k_tiles + STAGES * TILE_BYTES;
-    int count = (int)least(p.queries - p.at, ROWS), warpgroup = warpgroup_here();
-    int start = (int)(first_seen(s, p, p.at) / COLS * COLS), end = (int)end_seen(s, p, p.at + count - 1);
-    int tiles = start < end ? (end - start + COLS - 1) / COLS : 0;
-    i64 row = p.first_query + p.at;
+    int warpgroup = warpgroup_here(), lane = threadIdx.x % 32;
     if (warpgroup == 2) {
-        fewer_registers();
-        if (threadIdx.x != 256) return;
-        i64 key_head = at.head / (s.heads / s.key_heads), key = p.first_key + start;
-        if (tiles > 0) {
-            barrier_expect(own_full, 2 * OWN_BYTES);
-            bring(own, OWN_PANEL, &q, own_full, row, at.head, at.batch);
-            bring(own + OWN_BYTES, OWN_PANEL, &d_o, own_full, row, at.head, at.batch);
+        fewer_registers<56>();
+        if (threadIdx.x >= 256 + 32) return;
+        i64 all = slots * s.heads * s.batch;
+        // Works taken so far, and tiles of keys brought.
+        int taken = 0, passed = 0;
+        for (i64 round = 0;; ++round) {
+            i64 x = number_in(round);
+            bool is_over = round * gridDim.x >= all;
+            Work work;
+            work.count = work.tiles = 0;
+            if (!is_over && (x >= all || !find_work(work, s, x, slots))) continue;
+            if (lane == 0) {
+                const Piece& p = work.piece;
+                i64 key_head = work.at.head / (s.heads / s.key_heads);
+                for (int j = 0; j < max(work.tiles, 1); ++j) {
+                    int stage = (passed + j) % STAGES;
+                    u32 parity = turn_of(passed + j) ^ 1;
+                    if (work.tiles > 0) {
+                        i64 key = p.first_key + work.start + j * COLS;
+                        barrier_wait(k_empty + 8 * stage, parity);
+                        barrier_expect(k_full + 8 * stage, TILE_BYTES);
+                        bring(k_tiles + stage * TILE_BYTES, TILE_PANEL, &k, k_full + 8 * stage, key, key_head, work.at.batch);
+                        barrier_wait(v_empty + 8 * stage, parity);
+                        barrier_expect(v_full + 8 * stage, TILE_BYTES);
+                        bring(v_tiles + stage * TILE_BYTES, TILE_PANEL, &v, v_full + 8 * stage, key, key_head, work.at.batch);
+                    }
+                    if (j > 0) continue;
+                    barrier_wait(own_empty, taken % 2 ^ 1);
+                    shared_work = work;
+                    if (work.tiles > 0) {
+                        i64 row = p.first_query + p.at;
+                        barrier_expect(own_full, 2 * OWN_BYTES);
+                        bring(own, OWN_PANEL, &q, own_full, row, work.at.head, work.at.batch);
+                        bring(own + OWN_BYTES, OWN_PANEL, &d_o, own_full, row, work.at.head, work.at.batch);
+                    } else {
+                        barrier_arrive(own_full);
+                    }
+                }
+                passed += work.tiles;
+            }
+            __syncwarp();
+            if (is_over) return;
+            ++taken;
         }
-        for (int j = 0; j < tiles; ++j, key += COLS) {
-            int stage = j % STAGES;
-            u32 parity = turn_of(j) ^ 1;
-            barrier_wait(k_empty + 8 * stage, parity);
-            barrier_expect(k_full + 8 * stage, TILE_BYTES);
-            bring(k_tiles + stage * TILE_BYTES, TILE_PANEL, &k, k_full + 8 * stage, key, key_head, at.batch);
-            barrier_wait(v_empty + 8 * stage, parity);
-            barrier_expect(v_full + 8 * stage, TILE_BYTES);
-            bring(v_tiles + stage * TILE_BYTES, TILE_PANEL, &v, v_full + 8 * stage, key, key_head, at.batch);
-        }
-        return;
     }
-    more_registers();
-    if (warpgroup * 64 >= count) return;
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, line = threadIdx.x / 32 * 16;
+    more_registers<224>();
+    int g = lane / 4, t = lane % 4, line = threadIdx.x / 32 * 16;
     u32 mine = own + warpgroup * 64 * 128;
-    int clear_from = (int)first_seen(s, p, p.at + warpgroup * 64 + 63), clear_to = (int)end_seen(s, p, p.at + warpgroup * 64);
-    int low[2], high[2];
-    float scale = (float)(s.scale * 1.4426950408889634), row_lse[2], row_delta[2], out[D / 2], x[COLS / 2], y[COLS / 2];
+    float scale = (float)(s.scale * 1.4426950408889634), out[D / 2], x[COLS / 2], y[COLS / 2];
     u32 weights[COLS / 4];
-    #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        int r = line + g + 8 * h;
-        low[h] = (int)first_seen(s, p, p.at + r) - 2 * t;
-        high[h] = (int)end_seen(s, p, p.at + r) - 2 * t;
-        i64 stats = (at.batch * s.heads + at.head) * s.queries + row + r;
-        // A query that is not there or saw nothing has weights 0.
-        row_lse[h] = r < count ? lse[stats] * LOG2E : infinity();
-        row_delta[h] = r < count ? delta[stats] : 0.0f;
-        if (row_lse[h] == -infinity()) row_lse[h] = infinity();
-    }
-    clear(out);
     clear(x);
     clear(y);
-    if (tiles > 0) barrier_wait(own_full, 0);
-    for (int j = 0; j < tiles; ++j) {
-        int stage = j % STAGES, key = start + j * COLS, there = (int)p.keys - key;
-        u32 k_tile = k_tiles + stage * TILE_BYTES, v_tile = v_tiles + stage * TILE_BYTES;
-        barrier_wait(k_full + 8 * stage, turn_of(j));
-        barrier_wait(v_full + 8 * stage, turn_of(j));
-        if (there < COLS) {
-            zero_lines(memory + 2 * OWN_BYTES + stage * TILE_BYTES, there);
-            zero_lines(memory + 2 * OWN_BYTES + (STAGES + stage) * TILE_BYTES, there);
-            zeroed();
+    // `base` is the number of this work's first tile of keys among all that this block goes over.
+    for (int taken = 0, base = 0;; ++taken) {
+        barrier_wait(own_full, taken % 2);
+        const Work& work = shared_work;
+        const Piece& p = work.piece;
+        int count = work.count, start = work.start, tiles = work.tiles, keys = (int)p.keys;
+        if (count == 0) return;
+        if (warpgroup * 64 >= count) {
+            leave_tiles(base, tiles, k_full, k_empty, v_full, v_empty);
+            if (lane == 0) barrier_arrive(own_empty);
+            base += tiles;
+            continue;
         }
-        products_begin();
-        scores(x, mine, k_tile);
-        products_commit();
-        scores(y, mine + OWN_BYTES, v_tile);
-        products_commit();
-        products_wait<1>();
-        hold(x);
+        int clear_from = (int)first_seen(s, p, p.at + warpgroup * 64 + 63), clear_to = (int)end_seen(s, p, p.at + warpgroup * 64);
+        int low[2], high[2];
+        float row_lse[2], row_delta[2];
         #pragma unroll
-        for (int i = 0; i < COLS / 2; ++i) x[i] = exp2_of(x[i] * scale - row_lse[i / 2 % 2]);
-        hold(x);
-        if (key < clear_from || key + COLS > clear_to) {
+        for (int h = 0; h < 2; ++h) {
+            int r = line + g + 8 * h;
+            low[h] = (int)first_seen(s, p, p.at + r) - 2 * t;
+            high[h] = (int)end_seen(s, p, p.at + r) - 2 * t;
+            i64 stats = (work.at.batch * s.heads + work.at.head) * s.queries + p.first_query + p.at + r;
+            // A query that is not there or saw nothing has weights 0.
+            row_lse[h] = r < count ? lse[stats] * LOG2E : infinity();
+            row_delta[h] = r < count ? delta[stats] : 0.0f;
+            if (row_lse[h] == -infinity()) row_lse[h] = infinity();
+        }
+        clear(out);
+        for (int j = 0; j < tiles; ++j) {
+            int stage = (base + j) % STAGES, key = start + j * COLS, there = keys - key;
+            u32 k_tile = k_tiles + stage * TILE_BYTES, v_tile = v_tiles + stage * TILE_BYTES;
+            barrier_wait(k_full + 8 * stage, turn_of(base + j));
+            barrier_wait(v_full + 8 * stage, turn_of(base + j));
+            if (there < COLS) {
+                zero_lines(memory + 2 * OWN_BYTES + stage * TILE_BYTES, there);
+                zero_lines(memory + 2 * OWN_BYTES + (STAGES + stage) * TILE_BYTES, there);
+                zeroed();
+            }
+            products_begin();
+            scores(x, mine, k_tile);
+            products_commit();
+            scores(y, mine + OWN_BYTES, v_tile);
+            products_commit();
+            products_wait<1>();
+            hold(x);
             #pragma unroll
-            for (int h = 0; h < 2; ++h) hide(x, h, low[h] - key, high[h] - key, 0.0f);
+            for (int i = 0; i < COLS / 2; ++i) x[i] = exp2_of(x[i] * scale - row_lse[i / 2 % 2]);
+            hold(x);
+            if (key < clear_from || key + COLS > clear_to) {
+                #pragma unroll
+                for (int h = 0; h < 2; ++h) hide(x, h, low[h] - key, high[h] - key, 0.0f);
+            }
+            products_wait<0>();
+            hold(y);
+            if (lane == 0) barrier_arrive(v_empty + 8 * stage);
+            #pragma unroll
+            for (int i = 0; i < COLS / 2; ++i) x[i] *= y[i] - row_delta[i / 2 % 2];
+            narrow(weights, x);
+            products_begin();
+            weighted(out, weights, k_tile);
+            products_commit();
+            products_wait<0>();
+            hold(out);
+            if (lane == 0) barrier_arrive(k_empty + 8 * stage);
         }
-        products_wait<0>();
-        hold(y);
-        if (lane == 0) barrier_arrive(v_empty + 8 * stage);
-        #pragma unroll
-        for (int i = 0; i < COLS / 2; ++i) x[i] *= y[i] - row_delta[i / 2 % 2];
-        narrow(weights, x);
-        products_begin();
-        weighted(out, weights, k_tile);
-        products_commit();
-        products_wait<0>();
-        hold(out);
-        if (lane == 0) barrier_arrive(k_empty + 8 * stage);
+        // The results go through the lines of the queries, which no warp of this warpgroup reads any more.
+        meet(3 + warpgroup, 128);
+        float factor = (float)s.scale;
+        T* to = row_at<T>(dq, work.at.batch, p.first_query + p.at, work.at.head);
+        store(memory, line, out, factor, factor, to, dq.stride[1], count);
+        show_to_engines();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(own_empty);
+        base += tiles;
     }
-    // The lines of the queries are written next, by the same warpgroup.
-    meet(3 + warpgroup, 128);
-    float factor = (float)s.scale;
-    store(memory, line, out, factor, factor, row_at<T>(dq, at.batch, row, at.head), dq.stride[1], count);
 }
 #endif
 
@@ -528,7 +635,7 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
     int per_head = start < end ? (end - start + COLS - 1) / COLS : 0, tiles = per_head * group;
     i64 row = p.first_key + p.at;
     if (warpgroup == 2) {
-        fewer_registers();
+        fewer_registers<24>();
         int warp = threadIdx.x / 32 - 8, lane = threadIdx.x % 32;
         if (warp > 1 || warp == 0 && lane != 0 || tiles == 0) return;
         if (warp == 0) {
@@ -563,7 +670,7 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
         }
         return;
     }
-    more_registers();
+    more_registers<240>();
     if (warpgroup * 64 >= count) return;
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, line = threadIdx.x / 32 * 16;
     u32 mine = own + warpgroup * 64 * 128;
@@ -580,7 +687,16 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
     for (int j = 0; j < tiles; ++j) {
         int stage = j % STAGES, there = queries - query;
         u32 q_tile = q_tiles + stage * TILE_BYTES, o_tile = o_tiles + stage * TILE_BYTES;
+        // Positions of the tile's queries among the keys.
+        int first = query + shift, last = first + COLS - 1;
+        query = query + COLS < end ? query + COLS : start;
         barrier_wait(full + 8 * stage, turn_of(j));
+        if (causal && key > last || key + 63 <= first - window) {
+            // None of this warpgroup's keys is seen by any of them.
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * stage);
+            continue;
+        }
         if (there < COLS) {
             zero_lines(memory + 2 * OWN_BYTES + stage * TILE_BYTES, there);
             zero_lines(memory + 2 * OWN_BYTES + (STAGES + stage) * TILE_BYTES, there);
@@ -604,8 +720,7 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
             x[n * 4 + 3] = exp2_of(x[n * 4 + 3] * scale - all.y);
         }
         hold(x);
-        // Positions of the tile's queries among the keys; whether every key is seen by every one of them.
-        int first = query + shift, last = first + COLS - 1;
+        // Whether every key is seen by every query.
         if (causal && key + 63 > first || key <= last - window) {
             #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -636,8 +751,6 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
         hold(k_out);
         hold(v_out);
         if (lane == 0) barrier_arrive(empty + 8 * stage);
-        query += COLS;
-        if (query >= end) query = start;
     }
     // The lines of the keys are written next, by the same warpgroup.
     meet(3 + warpgroup, 128);
