@@ -8,7 +8,8 @@
 //
 // Products leave their sums in the registers in which the next product wants its left side, so weights never touch
 // memory: dk and dv multiply the transposed scores, k qᵀ, for that reason. The right sides of those next products are the
-// same tiles, read across. dk and dv go over rising query heads of the group and rising tiles of queries.
+// same tiles, read across. The backward orders the scores of a tile before the last products of the one before have
+// ended. dk and dv go over rising query heads of the group and rising tiles of queries.
 //
 // A tile is read from its sequence's own rows on; rows past the sequence's end belong to another and might be anything.
 // Where such rows would be multiplied by weights of 0 they are overwritten with zeros first, by each warpgroup for itself:
@@ -559,6 +560,10 @@ attention_wgmma_dq(const __grid_constant__ TensorMap q, const __grid_constant__ 
             products_begin();
             scores(x, mine, k_tile);
             products_commit();
+            // The products of the tile before have ended when at most these scores are under way.
+            products_wait<1>();
+            if (j > 0 && lane == 0) barrier_arrive(k_empty + 8 * ((base + j - 1) % STAGES));
+            products_begin();
             scores(y, mine + OWN_BYTES, v_tile);
             products_commit();
             products_wait<1>();
@@ -579,10 +584,10 @@ attention_wgmma_dq(const __grid_constant__ TensorMap q, const __grid_constant__ 
             products_begin();
             weighted(out, weights, k_tile);
             products_commit();
-            products_wait<0>();
-            hold(out);
-            if (lane == 0) barrier_arrive(k_empty + 8 * stage);
         }
+        products_wait<0>();
+        hold(out);
+        if (tiles > 0 && lane == 0) barrier_arrive(k_empty + 8 * ((base + tiles - 1) % STAGES));
         // The results go through the lines of the queries, which no warp of this warpgroup reads any more.
         meet(3 + warpgroup, 128);
         float factor = (float)s.scale;
@@ -683,28 +688,40 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
     clear(x);
     clear(y);
     if (tiles > 0) barrier_wait(own_full, 0);
-    int query = start;
-    for (int j = 0; j < tiles; ++j) {
-        int stage = j % STAGES, there = queries - query;
+    // The tile in work, and the position among the keys of its first query.
+    int j = -1, query = start, first = 0;
+    // Goes on to the next tile of which this warpgroup's keys are seen, and waits for it.
+    auto go_on = [&]() {
+        for (++j; j < tiles; ++j) {
+            int stage = j % STAGES, there = queries - query;
+            first = query + shift;
+            query = query + COLS < end ? query + COLS : start;
+            barrier_wait(full + 8 * stage, turn_of(j));
+            if (causal && key > first + COLS - 1 || key + 63 <= first - window) {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(empty + 8 * stage);
+                continue;
+            }
+            if (there < COLS) {
+                zero_lines(memory + 2 * OWN_BYTES + stage * TILE_BYTES, there);
+                zero_lines(memory + 2 * OWN_BYTES + (STAGES + stage) * TILE_BYTES, there);
+                zeroed();
+            }
+            return;
+        }
+    };
+    go_on();
+    int before = -1;
+    while (j < tiles) {
+        int stage = j % STAGES;
         u32 q_tile = q_tiles + stage * TILE_BYTES, o_tile = o_tiles + stage * TILE_BYTES;
-        // Positions of the tile's queries among the keys.
-        int first = query + shift, last = first + COLS - 1;
-        query = query + COLS < end ? query + COLS : start;
-        barrier_wait(full + 8 * stage, turn_of(j));
-        if (causal && key > last || key + 63 <= first - window) {
-            // None of this warpgroup's keys is seen by any of them.
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * stage);
-            continue;
-        }
-        if (there < COLS) {
-            zero_lines(memory + 2 * OWN_BYTES + stage * TILE_BYTES, there);
-            zero_lines(memory + 2 * OWN_BYTES + (STAGES + stage) * TILE_BYTES, there);
-            zeroed();
-        }
         products_begin();
         scores(x, mine, q_tile);
         products_commit();
+        // The products of the tile before have ended when at most these scores are under way.
+        products_wait<1>();
+        if (before >= 0 && lane == 0) barrier_arrive(empty + 8 * before);
+        products_begin();
         scores(y, mine + OWN_BYTES, o_tile);
         products_commit();
         products_wait<1>();
@@ -721,7 +738,7 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
         }
         hold(x);
         // Whether every key is seen by every query.
-        if (causal && key + 63 > first || key <= last - window) {
+        if (causal && key + 63 > first || key <= first + COLS - 1 - window) {
             #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 // The first query that is at this key.
@@ -747,11 +764,12 @@ attention_wgmma_dkv(const __grid_constant__ TensorMap q, const __grid_constant__
         products_begin();
         weighted(k_out, gradients, q_tile);
         products_commit();
-        products_wait<0>();
-        hold(k_out);
-        hold(v_out);
-        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        before = stage;
+        go_on();
     }
+    products_wait<0>();
+    hold(k_out);
+    hold(v_out);
     // The lines of the keys are written next, by the same warpgroup.
     meet(3 + warpgroup, 128);
     float factor = (float)s.scale;
