@@ -291,7 +291,38 @@ fn variants(worker: &Worker) -> Res<()> {
         ..causal
     };
     let name = "4 x 4096 tokens in a row, 16/8 x 128";
-    shown(worker, name, (&q, &k), &packed, pairs(4, s, s / 2, 16, 128))
+    shown(worker, name, (&q, &k), &packed, pairs(4, s, s / 2, 16, 128))?;
+    let ends = documents(4, s, 700.0);
+    let seen: usize = ends
+        .windows(2)
+        .map(|pair| ((pair[1] - pair[0]) as usize).pow(2) / 2)
+        .sum();
+    let ends = worker.upload(&ends, Shape::new(&[ends.len()])?)?;
+    let packed = Attention {
+        lens: Some((&ends, &ends)),
+        ..causal
+    };
+    let name = "4 x 4096 tokens, documents of 700, 16/8 x 128";
+    shown(worker, name, (&q, &k), &packed, pairs(1, 1, seen, 16, 128))
+}
+
+/// Ends of documents that fill so many rows: exponential lengths of a fixed seed, cut where a row
+/// ends.
+fn documents(rows: usize, row: usize, mean: f64) -> Vec<i32> {
+    let (mut ends, mut state) = (vec![0], 1u64);
+    for first in (0..rows).map(|i| i * row) {
+        let mut at = first;
+        while at < first + row {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            let uniform = (state >> 11) as f64 / (1u64 << 53) as f64;
+            let length = (-mean * (1.0 - uniform).ln()).ceil().max(1.0) as usize;
+            at = (at + length).min(first + row);
+            ends.push(at as i32);
+        }
+    }
+    ends
 }
 
 fn shown(

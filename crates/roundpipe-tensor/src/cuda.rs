@@ -13,6 +13,7 @@
 //! | `lane.rs`, `event.rs`, `clock.rs` | streams, points in them, and when they were passed |
 //! | `memory.rs`, `faults.rs` | reserved and pinned memory; where kernels report bad data |
 //! | `library.rs`, `compile.rs`, `call.rs` | CUDA's libraries; kernels from text; launches |
+//! | `tensor_map.rs` | tensors as Hopper's copy engine sees them |
 //! | `ops.rs`, `costs.rs` | from a kernel to its family; what planning knows of a GPU |
 //! | all others | one family of kernels each, as in `kernel.rs` |
 //!
@@ -55,6 +56,7 @@ mod product;
 mod quantized;
 mod reduce;
 mod rope;
+mod tensor_map;
 
 pub(crate) use costs::WITH_CUDNN;
 pub use device::Cuda;

@@ -1,9 +1,10 @@
 //! Attention: softmax(q kᵀ) v in blocks, forward and backward, without ever holding the matrix of
 //! scores.
 //!
-//! Three ways, chosen by the operands and by what is installed: cuDNN where it takes the case
-//! ([`fused`]), our kernels on tensor cores for other bf16 and f16, and a kernel that is right for
-//! every type, width and stride ([`native`]). The variable `ROUNDPIPE_ATTENTION` forces the first
+//! The ways, chosen by the operands and by what is installed: cuDNN where it takes the case
+//! ([`fused`]), our kernels on tensor cores for other bf16 and f16, on Hopper with its own
+//! instructions ([`hopper`]), and a kernel that is right for every type, width and stride
+//! ([`native`]). The variable `ROUNDPIPE_ATTENTION` forces the first
 //! (`cudnn`: what it takes and cannot plan is an error) or forbids it (`own`). All ways save the
 //! same statistics, so forward and backward may go different ones.
 //!
@@ -18,6 +19,7 @@
 mod cut;
 mod fused;
 mod graph;
+mod hopper;
 mod native;
 mod sums;
 
@@ -89,7 +91,8 @@ pub(super) fn scratch(
 
 /// Every variant that models use.
 pub(super) fn units() -> Vec<Unit> {
-    native::units().into_iter().chain(sums::units()).collect()
+    let own = native::units().into_iter().chain(hopper::units());
+    own.chain(sums::units()).collect()
 }
 
 /// What the user wants of the ways.

@@ -469,6 +469,147 @@ fn packing_changes_no_bits(worker: &Worker, other: &Worker, dtype: DType, d: usi
     }
 }
 
+/// Lengths around the borders of tiles.
+const LENGTHS: [usize; 9] = [1, 63, 64, 65, 127, 128, 129, 200, 300];
+
+/// Ends of sequences of these lengths, one after the other.
+fn ends(lengths: &[usize]) -> Vec<i64> {
+    let sums = lengths.iter().scan(0, |at, length| {
+        *at += *length as i64;
+        Some(*at)
+    });
+    std::iter::once(0).chain(sums).collect()
+}
+
+/// Every result and gradient of packed sequences by itself, simple cases first: where a kernel is
+/// wrong, the list of errors says which and from what size on.
+#[test]
+fn errors_of_packed_sequences() {
+    let windowed = |window, causal| Attention {
+        window: Some(window),
+        causal,
+        ..FULL
+    };
+    let cases: [(&[usize], &[usize], Attention<'_>); 10] = [
+        (&[128], &[128], FULL),
+        (&[128], &[128], CAUSAL),
+        (&[512], &[512], CAUSAL),
+        (&[700], &[700], CAUSAL),
+        (&[300], &[200], CAUSAL),
+        (&[60], &[333], FULL),
+        (&[600], &[600], windowed(150, true)),
+        (&LENGTHS, &LENGTHS, CAUSAL),
+        (&LENGTHS, &LENGTHS, FULL),
+        (&LENGTHS, &LENGTHS, windowed(40, true)),
+    ];
+    let gpu = bed::gpu_alone();
+    let cpu = worker(2);
+    let device = gpu.as_ref().map_or(&cpu, |(worker, _)| *worker);
+    let step = if bed::brief() { 7 } else { 1 };
+    let mut wrong = Vec::new();
+    for (d, (queries, keys, how)) in [128, 64]
+        .into_iter()
+        .flat_map(|d| cases.map(|case| (d, case)))
+        .step_by(step)
+    {
+        let (q_ends, k_ends) = (ends(queries), ends(keys));
+        let (sq, sk) = (q_ends[queries.len()] as usize, k_ends[keys.len()] as usize);
+        let mut inputs = qkv(1, sq, sk, (4, 2), d, d);
+        inputs.extend([lens(&q_ends), lens(&k_ends)]);
+        let want = run(&cpu, &inputs, DType::F64, &attend(how), true).unwrap();
+        for (dtype, limit) in [(DType::BF16, 1e-2), (DType::F16, 1.5e-3)] {
+            let have = run(device, &inputs, dtype, &attend(how), true).unwrap();
+            let errors: Vec<f64> = (have.outputs.iter().chain(&have.grads))
+                .zip(want.outputs.iter().chain(&want.grads))
+                .map(|(have, want)| relative_error(have, want))
+                .collect();
+            if errors.iter().any(|error| error.is_nan() || *error > limit) {
+                let (causal, window) = (how.causal, how.window);
+                wrong.push(format!(
+                    "{dtype}, {d} wide, {queries:?} by {keys:?}, causal {causal}, window {window:?}: \
+                     errors of o, dq, dk, dv {errors:.5?}"
+                ));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+fn relative_error(have: &[f64], want: &[f64]) -> f64 {
+    let squares = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>();
+    let error = squares(&mut have.iter().zip(want).map(|(have, want)| have - want));
+    (error / squares(&mut want.iter().copied())).sqrt()
+}
+
+/// Sequences around the borders of tiles, packed and each alone in a row: the same bits. And a
+/// sequence of nothing but NaN changes none of its neighbours, in either direction.
+#[test]
+fn neighbours_change_no_bits() {
+    let gpu = bed::gpu_alone();
+    let cpu = worker(2);
+    let device = gpu.as_ref().map_or(&cpu, |(worker, _)| *worker);
+    for (dtype, d) in [(DType::BF16, 128), (DType::F16, 64)] {
+        neighbours_are_nothing(device, dtype, d);
+    }
+}
+
+fn neighbours_are_nothing(worker: &Worker, dtype: DType, d: usize) {
+    let all_ends = ends(&LENGTHS);
+    let rows = all_ends[LENGTHS.len()] as usize;
+    let whole = qkv(1, rows, rows, (2, 1), d, d);
+    let with_lens = |mut inputs: Vec<Input>, ends: &[i64]| {
+        inputs.extend([lens(ends), lens(ends)]);
+        run(worker, &inputs, dtype, &forward_only, true).unwrap()
+    };
+    let packed = with_lens(whole.clone(), &all_ends);
+    // Rows of a sequence in o, dq, dk, dv; queries have two heads and the others one.
+    let part = |outcome: &bed::Outcome, first: usize, rows: usize| {
+        let tensors = std::iter::once(&outcome.outputs[0]).chain(&outcome.grads);
+        let parts = tensors.zip([2, 2, 1, 1]).map(|(values, heads)| {
+            let width = heads * d;
+            let values = &values[first * width..][..rows * width];
+            values.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        });
+        parts.collect::<Vec<_>>()
+    };
+    for (i, length) in LENGTHS.into_iter().enumerate() {
+        let first = all_ends[i] as usize;
+        let cut = |seed: u64, heads: usize| {
+            let all = quiet(seed, rows * heads * d);
+            let values_of = &all[first * heads * d..][..length * heads * d];
+            values(values_of, &[1, length, heads, d])
+        };
+        let alone = with_lens(vec![cut(1, 2), cut(2, 1), cut(3, 1)], &[0, length as i64]);
+        let same = part(&alone, 0, length) == part(&packed, first, length);
+        assert!(same, "{dtype}, {d} wide: {length} rows alone and packed");
+    }
+    for poisoned in [0, 2, 5, 8] {
+        let is_bad = |row: usize| {
+            (all_ends[poisoned] as usize..all_ends[poisoned + 1] as usize).contains(&row)
+        };
+        let spoil = |seed: u64, heads: usize| {
+            let mut all = quiet(seed, rows * heads * d);
+            let width = heads * d;
+            for (row, values) in all.chunks_mut(width).enumerate() {
+                if is_bad(row) {
+                    values.fill(f64::NAN);
+                }
+            }
+            values(&all, &[1, rows, heads, d])
+        };
+        let spoiled = with_lens(vec![spoil(1, 2), spoil(2, 1), spoil(3, 1)], &all_ends);
+        for (i, length) in LENGTHS.into_iter().enumerate() {
+            let first = all_ends[i] as usize;
+            let same = part(&spoiled, first, length) == part(&packed, first, length);
+            let neighbour = LENGTHS[poisoned];
+            assert!(
+                same || i == poisoned,
+                "{dtype}, {d} wide: {length} rows beside {neighbour} rows of NaN"
+            );
+        }
+    }
+}
+
 /// Causal attention whose output's gradient is a function of the output, so that it is the same
 /// however sequences are arranged.
 fn forward_only(cx: &mut Cx, x: &[Tensor]) -> Result<Vec<Tensor>> {

@@ -1,5 +1,6 @@
 //! Our kernels: which of them fits, and how they are launched.
 
+use super::hopper::{self, HopperHeads};
 use crate::cuda::call::{Args, Call, c_type, holds_two};
 use crate::cuda::compile::Unit;
 use crate::dtype::DType;
@@ -12,6 +13,7 @@ const GENERAL: &str = concat!(
 );
 const TENSOR: &str = concat!(
     include_str!("../kernels/attention.cuh"),
+    include_str!("../kernels/attention_half.cuh"),
     include_str!("../kernels/attention_mma.cu")
 );
 
@@ -173,14 +175,14 @@ pub(super) fn units() -> Vec<Unit> {
 }
 
 /// The sizes and operands that all kernels share.
-struct KernelProblem {
+pub(super) struct KernelProblem {
     batch: usize,
-    queries: usize,
-    keys: usize,
-    heads: usize,
-    key_heads: usize,
-    width: usize,
-    value_width: usize,
+    pub queries: usize,
+    pub keys: usize,
+    pub heads: usize,
+    pub key_heads: usize,
+    pub width: usize,
+    pub value_width: usize,
     /// Addresses of the cumulative lengths, and how many sequences they tell apart.
     lens: Option<(u64, u64, usize)>,
     spec: AttentionSpec,
@@ -209,7 +211,7 @@ impl KernelProblem {
     }
 
     /// `Shape` of attention.cuh.
-    fn words(&self) -> [u64; 13] {
+    pub fn words(&self) -> [u64; 13] {
         let (lens_q, lens_k, sequences) = self.lens.unwrap_or((0, 0, 0));
         // A window longer than any sequence hides nothing; the bound keeps sums small.
         let window = self.spec.window.map_or(1 << 40, |w| w.min(1 << 40));
@@ -241,7 +243,7 @@ impl KernelProblem {
     }
 
     /// Tiles of `rows` that may have something to do; attention.cuh says why these are enough.
-    fn slots(&self, rows: usize, tile: usize) -> usize {
+    pub fn slots(&self, rows: usize, tile: usize) -> usize {
         match self.lens {
             Some((_, _, sequences)) => rows / tile + sequences + 2,
             None => rows.div_ceil(tile),
@@ -249,7 +251,7 @@ impl KernelProblem {
     }
 
     /// Blocks over slots, heads and batches, by `columns` pieces of the result.
-    fn grid(&self, slots: usize, heads: usize, columns: usize) -> [u32; 3] {
+    pub fn grid(&self, slots: usize, heads: usize, columns: usize) -> [u32; 3] {
         [(slots * heads * self.batch) as u32, columns as u32, 1]
     }
 
@@ -274,7 +276,7 @@ impl KernelProblem {
 }
 
 /// Whether every row of every head starts at a multiple of 16 bytes.
-fn aligned(view: &View) -> bool {
+pub(super) fn aligned(view: &View) -> bool {
     let rows = view.shape().iter().zip(view.layout.strides()).take(3);
     view.ptr.is_multiple_of(16)
         && rows
@@ -293,6 +295,10 @@ pub(super) fn delta_bytes(q: &View) -> usize {
 pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
     let p = KernelProblem::new(call, spec, 4);
     let (q, k, v, o) = (call.src(0), call.src(1), call.src(2), call.dst(0));
+    if let Some(heads) = HopperHeads::of(call.gpu.capability, &p, &[q, k, v], &[o]) {
+        // SAFETY: the caller's promise.
+        return unsafe { hopper::forward(call, &p, heads) };
+    }
     let tiles = p
         .tensor_widths(&[q, k, v, o])
         .map(|widths| p.tiles(TensorCores::Forward, widths, call));
@@ -426,6 +432,11 @@ unsafe fn products(call: &Call<'_>, p: &KernelProblem, delta: u64) -> Result<()>
         call.src(5),
     );
     let (dq, dk, dv) = (call.dst(0), call.dst(1), call.dst(2));
+    let capability = call.gpu.capability;
+    if let Some(heads) = HopperHeads::of(capability, p, &[q, k, v, d_o], &[dq, dk, dv]) {
+        // SAFETY: the caller's promise.
+        return unsafe { hopper::products(call, p, heads, delta) };
+    }
     let args = || {
         Args::new()
             .words(&p.words())

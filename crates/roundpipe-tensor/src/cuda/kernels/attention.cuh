@@ -26,6 +26,15 @@ __device__ __forceinline__ i64 end_of(const int* lens, i64 sequences, i64 rows, 
     return end < 0 ? 0 : end > rows ? rows : end;
 }
 
+// Rows of sequence i - 1 in the list, whatever the tile: those before the first and after the last have no counterpart.
+__device__ __forceinline__ void set_rows(Piece& p, const Shape& s, bool by_keys, i64 i) {
+    i64 q0 = end_of(s.lens_q, s.sequences, s.queries, i), q1 = end_of(s.lens_q, s.sequences, s.queries, i + 1);
+    i64 k0 = end_of(s.lens_k, s.sequences, s.keys, i), k1 = end_of(s.lens_k, s.sequences, s.keys, i + 1);
+    bool alone = i == 0 || i == s.sequences + 1;
+    p.first_query = q0; p.queries = alone && by_keys ? 0 : q1 > q0 ? q1 - q0 : 0;
+    p.first_key = k0; p.keys = alone && !by_keys ? 0 : k1 > k0 ? k1 - k0 : 0;
+}
+
 // The rows of tile slot `slot` of queries (or keys); false when the slot is left over.
 __device__ __forceinline__ bool find_piece(Piece& p, const Shape& s, bool by_keys, i64 slot, i64 tile) {
     if (!s.lens_q) {
@@ -40,11 +49,7 @@ __device__ __forceinline__ bool find_piece(Piece& p, const Shape& s, bool by_key
         i64 mid = (low + high + 1) / 2;
         if (end_of(lens, s.sequences, rows, mid) / tile + mid <= slot) low = mid; else high = mid - 1;
     }
-    i64 q0 = end_of(s.lens_q, s.sequences, s.queries, low), q1 = end_of(s.lens_q, s.sequences, s.queries, low + 1);
-    i64 k0 = end_of(s.lens_k, s.sequences, s.keys, low), k1 = end_of(s.lens_k, s.sequences, s.keys, low + 1);
-    bool alone = low == 0 || low == s.sequences + 1;
-    p.first_query = q0; p.queries = alone && by_keys ? 0 : q1 > q0 ? q1 - q0 : 0;
-    p.first_key = k0; p.keys = alone && !by_keys ? 0 : k1 > k0 ? k1 - k0 : 0;
+    set_rows(p, s, by_keys, low);
     p.at = (slot - (end_of(lens, s.sequences, rows, low) / tile + low)) * tile;
     return p.at >= 0 && p.at < (by_keys ? p.keys : p.queries);
 }

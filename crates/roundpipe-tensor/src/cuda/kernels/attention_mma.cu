@@ -11,19 +11,11 @@
 // What bounds these kernels is what else is to be issued beside the products: addresses of shared memory are one XOR
 // from a lane's own, copies walk down a column, and masks are looked at only in tiles that have some.
 
-typedef TYPE T;
 const int WARPS = 4;
 const int THREADS = 32 * WARPS;
 // Tiles of 16 rows that a warp holds.
 const int MT = ROWS / (16 * WARPS);
-const float LOG2E = 1.4426950408889634f;
-const float LN2 = 0.6931471805599453f;
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-__device__ __forceinline__ float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ u32 pair(bf16, float lo, float hi) { return bf16_pair(lo, hi); }
-__device__ __forceinline__ u32 pair(f16, float lo, float hi) { return f16_pair(lo, hi); }
-__device__ __forceinline__ u32 pair_of(float lo, float hi) { return pair(T(), lo, hi); }
 __device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // c = a b + d: 16 by 8 sums, 16 inner elements.
@@ -208,8 +200,6 @@ template <int N> __device__ __forceinline__ void hide(float (&x)[N][4], int lowe
         }
     }
 }
-
-__device__ __forceinline__ i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 #if PART == 0
 extern "C" __global__ void __launch_bounds__(THREADS)

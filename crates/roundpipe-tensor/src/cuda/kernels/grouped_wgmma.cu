@@ -13,7 +13,7 @@
 // that blocks which run together read the same part of w.
 // A row's sums run over the depth in order, 16 at a time; they depend on nothing but the row and the matrix.
 // Macros: OUT of the result (O), ADDS (1: to what is there), HALF (1: f16, 0: bf16), BN (64, 128 or 256), STAGES,
-// RIGHT_BY_DEPTH (1: lines of w are along the depth). The groups' text comes before this one.
+// RIGHT_BY_DEPTH (1: lines of w are along the depth). The texts of Hopper's instructions and of groups come before this one.
 
 typedef OUT O;
 
@@ -23,95 +23,6 @@ typedef OUT O;
 #define LEFT_BYTES (BM * BK * 2)
 #define RIGHT_BYTES (BN * BK * 2)
 #define STAGE_BYTES (LEFT_BYTES + RIGHT_BYTES)
-
-// A description of a tensor for the copy engine, made by the driver.
-struct __align__(64) TensorMap { u64 words[16]; };
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
-}
-// One arrival that also waits for so many bytes of copies.
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
-}
-// Until the phase of this parity has ended.
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-    asm volatile("{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra over;\n"
-        "bra again;\n"
-        "over:\n"
-        "}" :: "r"(bar), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, u32 bar, int inner, int outer) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-        :: "r"(to), "l"(map), "r"(bar), "r"(inner), "r"(outer) : "memory");
-}
-__device__ __forceinline__ void copy_matrix(u32 to, const TensorMap* map, u32 bar, int inner, int outer, int group) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-        :: "r"(to), "l"(map), "r"(bar), "r"(inner), "r"(outer), "r"(group) : "memory");
-}
-
-// How the tensor cores find a tile: address, bytes between its columns of blocks (for lines across the depth), bytes
-// between blocks of 8 lines; all in units of 16. Lines have 128 bytes, whose 16-byte pieces are swizzled.
-__device__ __forceinline__ u64 describe(u32 address, u32 leading, u32 stride) {
-    return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
-
-// The compiler moves no use of the sums across this: it does not know that the tensor cores write them.
-__device__ __forceinline__ void hold(float (&d)[BN / 2]) {
-    #pragma unroll
-    for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
-}
-
-#if HALF
-#define KIND "f32.f16.f16"
-#else
-#define KIND "f32.bf16.bf16"
-#endif
-#if RIGHT_BY_DEPTH
-#define TURNED "0"
-#else
-#define TURNED "1"
-#endif
-#define P0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define P1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define P2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define P3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define P4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define P5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define P6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define P7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
-#define F64(i) F16(i), F16(i + 16), F16(i + 32), F16(i + 48)
-
-// d = a b, or d += a b: 64 rows, BN columns, depth 16.
-#define MULTIPLY(WIDE, LIST, A, B, ADD, ...) \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADD ", 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n" WIDE "k16." KIND " {" LIST "}, " A ", " B ", adds, 1, 1, 0, " TURNED ";\n}" \
-        : __VA_ARGS__ : "l"(a), "l"(b), "r"(add))
-__device__ __forceinline__ void multiply(float (&d)[BN / 2], u64 a, u64 b, int add) {
-#if BN == 256
-    MULTIPLY("256", P0 "," P1 "," P2 "," P3 "," P4 "," P5 "," P6 "," P7, "%128", "%129", "%130", F64(0), F64(64));
-#elif BN == 128
-    MULTIPLY("128", P0 "," P1 "," P2 "," P3, "%64", "%65", "%66", F64(0));
-#else
-    MULTIPLY("64", P0 "," P1, "%32", "%33", "%34", F16(0), F16(16));
-#endif
-}
 
 // A tile of a product; no rows: there is none.
 struct Work { int group, row, rows, col; };
@@ -232,7 +143,7 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     u32 tiles = shared_address(raw) + 1023 & ~1023u, full = shared_address(barriers), empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) { barrier_init(full + 8 * i, 1); barrier_init(empty + 8 * i, 8); }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_ready();
     }
     __syncthreads();
     int across = (int)((n + BN - 1) / BN), main_steps = (k + BK - 1) / BK, steps = main_steps + (r + BK - 1) / BK;
@@ -303,7 +214,7 @@ grouped_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #else
                 u64 b = describe(right + i * 2048, 64 * BK * 2, 1024);
 #endif
-                multiply(d, a, b, 1);
+                multiply<1 - RIGHT_BY_DEPTH>(d, a, b, 1);
             }
             products_commit();
             // The next tile is looked for while the tensor cores are at work.

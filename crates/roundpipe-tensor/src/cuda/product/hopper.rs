@@ -10,15 +10,15 @@
 //! - What the copy engine reads past the end of a tensor is 0, so no width need be a multiple of a
 //!   tile's.
 
-use cudarc::driver::sys;
-
 use crate::cuda::call::{Args, Call, c_type};
 use crate::cuda::compile::Unit;
+use crate::cuda::tensor_map::{LINE, TensorMap};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernel::View;
 
 const TEXT: &str = concat!(
+    include_str!("../kernels/hopper.cuh"),
     include_str!("../kernels/groups.cuh"),
     include_str!("../kernels/grouped_wgmma.cu")
 );
@@ -26,8 +26,6 @@ const TEXT: &str = concat!(
 /// Rows of a tile, and steps of the depth in one stage.
 const TILE_ROWS: usize = 128;
 const TILE_DEPTH: usize = 64;
-/// Elements of a line in shared memory: 128 bytes, the widest that is swizzled.
-const LINE: usize = 64;
 /// Shared memory of a block that tiles may take; 228 KiB less what the driver and barriers take.
 const TILE_BYTES: usize = 224 << 10;
 
@@ -177,61 +175,6 @@ impl PairMaps {
 
     fn pass(&self, args: Args) -> Args {
         args.words(&self.rows.0).words(&self.matrices.0)
-    }
-}
-
-/// A tensor as the copy engine sees it.
-struct TensorMap([u64; 16]);
-
-impl TensorMap {
-    /// Of 16-bit elements: sizes from the innermost dimension, strides of the others in elements,
-    /// and the box that one copy brings.
-    fn new(
-        call: &Call<'_>,
-        view: &View,
-        dims: &[usize],
-        strides: &[isize],
-        sides: &[usize],
-    ) -> Result<Self> {
-        let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        let rank = dims.len();
-        let (mut sizes, mut bytes, mut boxes) = ([1u64; 3], [0u64; 2], [1u32; 3]);
-        for i in 0..rank {
-            (sizes[i], boxes[i]) = (dims[i] as u64, sides[i] as u32);
-        }
-        for i in 0..rank - 1 {
-            bytes[i] = strides[i] as u64 * 2;
-        }
-        let steps = [1u32; 3];
-        let kind = match view.dtype {
-            DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        };
-        // SAFETY: the map has room, and the lists have as many entries as the rank asks for; the
-        // address is only written down.
-        let made = unsafe {
-            sys::cuTensorMapEncodeTiled(
-                &raw mut map,
-                kind,
-                rank as u32,
-                view.ptr as *mut _,
-                sizes.as_ptr(),
-                bytes.as_ptr(),
-                boxes.as_ptr(),
-                steps.as_ptr(),
-                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
-        };
-        made.result().map_err(|error| {
-            Error::invalid(
-                call.kernel.name(),
-                format!("the driver describes no tensor of {dims:?}: {error}"),
-            )
-        })?;
-        Ok(Self(map.opaque))
     }
 }
 
