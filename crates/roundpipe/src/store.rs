@@ -299,23 +299,38 @@ impl Store {
         Ok(segments)
     }
 
-    /// The frozen weights of a layer; `None` where there are none, where some lie in files or with
-    /// another store, and where the layer reads parameters of other layers.
+    /// The frozen weights of a layer, those that it shares with other layers among them; `None` where
+    /// there are none of its own, where some lie in files or with another store, and where it shares
+    /// trained ones.
     pub(crate) fn frozen_part(&self, layer: usize) -> Option<FrozenPart> {
         let here = &self.layers[layer];
-        let slab = here.frozen.as_ref().filter(|slab| !slab.is_empty())?;
-        let borrows = here.params.iter().any(|param| param.home.0 != layer);
-        if borrows || !here.is_at_home(slab) {
+        let is_home = |layer: usize| {
+            let home = &self.layers[layer];
+            let slab = home.frozen.as_ref().filter(|slab| !slab.is_empty());
+            slab.is_some_and(|slab| home.is_at_home(slab))
+        };
+        if !is_home(layer) {
             return None;
         }
-        let frozen = here.params.iter().filter(|param| !param.trainable);
-        let writes = frozen.fold(0u64, |sum, param| {
-            let home = param.param.data();
-            sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id())
-        });
+        let mut writes = 0u64;
+        for param in &here.params {
+            let is_own = param.home.0 == layer;
+            if param.trainable && is_own {
+                continue;
+            }
+            if param.trainable || !(is_own || is_home(param.home.0)) {
+                return None;
+            }
+            let data = param.param.data();
+            writes = writes
+                .wrapping_mul(31)
+                .wrapping_add(data.writes() ^ data.id());
+        }
+        // Shared ones stand at the end of the block.
+        let block_offset = here.sizes.weights.next_multiple_of(ALIGN);
         Some(FrozenPart {
-            block_offset: here.sizes.weights.next_multiple_of(ALIGN),
-            bytes: here.sizes.frozen,
+            block_offset,
+            bytes: here.sizes.block - block_offset,
             writes,
         })
     }

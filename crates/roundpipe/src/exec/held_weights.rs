@@ -6,8 +6,8 @@
 //! submitted from the bytes that the planner set aside. Holding is optional: memory that a task
 //! needs is taken from here, and the weights come again.
 //!
-//! Refused: layers whose frozen weights lie in files, in another engine's memory or in another layer,
-//! and models whose layers set buffers.
+//! Refused: layers whose frozen weights lie in files or in another engine's memory, layers that share
+//! trained weights, and models whose layers set buffers.
 //!
 //! # Invariants
 //! - No bit of a result depends on what is held.

@@ -16,18 +16,22 @@ use crate::models;
 const WIDTH: usize = 16;
 const ROWS: usize = 12;
 const LAYERS: usize = 6;
+/// Numbers of the table that layers share.
+const TABLE: usize = 16;
 const STEPS: u64 = 6;
 
-/// A wide frozen map with a narrow trained one beside it.
+/// A frozen map with a trained one beside it, and a table that all layers share.
 struct Adapted {
     frozen: Linear,
     trained: Linear,
+    table: Param,
 }
 
 impl Params for Adapted {
     fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("trained", &self.trained);
         visit.child("frozen", &self.frozen);
+        visit.param("table", &self.table);
     }
 }
 
@@ -35,6 +39,8 @@ impl Module for Adapted {
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> roundpipe_tensor::Result<Tensor> {
         let (a, b) = (self.frozen.forward(cx, x)?, self.trained.forward(cx, x)?);
         let sum = cx.add(&a, &b)?;
+        let table = cx.get(&self.table)?;
+        let sum = cx.add(&sum, &table)?;
         cx.tanh(&sum)
     }
 }
@@ -43,11 +49,16 @@ impl Module for Adapted {
 fn adapted() -> Sequential {
     let mut init = Init::new(11, DType::F32);
     let mut linear = || Linear::new(&mut init, WIDTH, WIDTH, true).unwrap();
+    let table = Param::zeros(DType::F32, &[TABLE]).unwrap().frozen();
     let layers = (0..LAYERS).map(|layer| {
         let (frozen, trained) = (linear(), linear());
         frozen.set_trainable(false);
         trained.set_trainable(layer != 2);
-        Adapted { frozen, trained }
+        Adapted {
+            frozen,
+            trained,
+            table: table.clone(),
+        }
     });
     layers.fold(Sequential::new(), |model, layer| model.with(layer))
 }
@@ -104,35 +115,29 @@ fn config() -> RunConfig {
     RunConfig::new().execute_plan(plan)
 }
 
-/// Frozen parameters of the model's layers.
-fn frozen(model: &Sequential) -> Vec<Param> {
-    let mut all = Vec::new();
-    for (name, param) in model.named_params() {
-        if name.contains("frozen") {
-            all.push(param);
-        }
-    }
-    all
-}
-
-/// Doubles a parameter, as a user who loads other weights.
-fn double(param: &Param) {
+/// Writes a parameter, as a user who loads other weights.
+fn change(param: &Param, new: impl Fn(f32) -> f32) {
     let home = param.data();
     let mut bytes = home.write(0..home.len()).unwrap();
     for value in bytes.bytes().chunks_exact_mut(4) {
-        let doubled = 2.0 * f32::from_le_bytes(value.try_into().unwrap());
-        value.copy_from_slice(&doubled.to_le_bytes());
+        let old = f32::from_le_bytes(value.try_into().unwrap());
+        value.copy_from_slice(&new(old).to_le_bytes());
     }
 }
 
-/// Trains; before the fourth step the frozen weights of one layer are written, and after it the
-/// model is evaluated.
+/// Trains; before the fourth step the frozen weights of one layer and the table are written, and
+/// after it the model is evaluated.
 fn train(model: &Sequential, engine: &RoundPipe, grain: Grain, lag: Lag) -> Vec<u64> {
     let mut losses = Vec::new();
     for step in 0..STEPS {
         if step == 3 {
             engine.synchronize().unwrap();
-            double(&frozen(model)[0]);
+            let named = |name: &str| {
+                let mut all = model.named_params().into_iter();
+                all.find(|(other, _)| other == name).unwrap().1
+            };
+            change(&named("1.frozen.weight"), |x| 2.0 * x);
+            change(&named("0.table"), |x| x + 0.25);
         }
         let config = config().recompute_grain(grain);
         let call = engine.train(numbers(step)).loss(squares);
@@ -199,9 +204,14 @@ fn held_weights_are_sent_once() {
     }
     let own = 4 * (WIDTH * WIDTH + WIDTH) as u64;
     let layers = LAYERS as u64;
-    // All layers come once. Then trained weights do, of all but one, for every visit; the last layer
-    // has one, fused with the loss.
-    assert_eq!(sent[0], own * (2 * layers + layers - 2), "{sent:?}");
+    // All layers come once, each with the table. Then trained weights do, of all but one, for every
+    // visit; the last layer has one, fused with the loss.
+    let tables = 4 * TABLE as u64 * layers;
+    assert_eq!(
+        sent[0],
+        own * (2 * layers + layers - 2) + tables,
+        "{sent:?}"
+    );
     for later in &sent[1..] {
         assert_eq!(*later, own * (layers - 1 + layers - 2), "{sent:?}");
     }
