@@ -195,6 +195,7 @@ impl BenchCmd {
                 "host_peak_gib": round(host_peak(&engine), 2),
                 "kept_on_gpu_gib": kept_gib(&engine).0,
                 "kept_in_host_gib": kept_gib(&engine).1,
+                "held_weights_gib": held_gib(&engine),
                 "pinned_gib": round(pins.pinned.0 as f64 / f64::from(1 << 30), 2),
                 "pageable_gib": round(pins.pageable.0 as f64 / f64::from(1 << 30), 2),
                 "product_tflops": round(rate / 1e12, 2),
@@ -440,6 +441,7 @@ impl BenchCmd {
                 "gpu_peak_gib": peak,
                 "kept_on_gpu_gib": kept_gib(&engine).0,
                 "kept_in_host_gib": kept_gib(&engine).1,
+                "held_weights_gib": held_gib(&engine),
             }),
         )
     }
@@ -628,6 +630,12 @@ fn kept_gib(engine: &RoundPipe) -> (f64, f64) {
     let used = engine.activation_use().unwrap_or_default();
     let gib = |bytes: u64| round(bytes as f64 / f64::from(1 << 30), 2);
     (gib(used.pieces_on_workers), gib(used.pieces_in_host))
+}
+
+/// Frozen weights that stay on GPUs from step to step.
+fn held_gib(engine: &RoundPipe) -> f64 {
+    let bytes: u64 = engine.held_weights().iter().map(|(_, bytes)| bytes).sum();
+    round(bytes as f64 / f64::from(1 << 30), 2)
 }
 
 /// Most memory in use of any GPU's arena; 0 without one.

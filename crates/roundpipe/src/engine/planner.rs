@@ -400,7 +400,7 @@ impl Planner {
     }
 
     /// Frozen weights that stay on each worker: as many as it takes until copies need no more time
-    /// than kernels, of at most half of what may stay. A byte there saves two copies of it, which is
+    /// than kernels, of at most three quarters of what may stay. A byte there saves two copies of it, which is
     /// worth much where the link is what a call waits for, and nothing elsewhere.
     fn held_bytes(
         &self,
@@ -415,7 +415,7 @@ impl Planner {
         }
         let workers = self.ring.workers().len() as u64;
         let excess = self.link(key, costs, state).excess_bytes(workers);
-        excess.min(needs.kept_bytes / 2)
+        excess.min(needs.kept_bytes / 4 * 3)
     }
 
     /// What pieces of forwards may take in a call.

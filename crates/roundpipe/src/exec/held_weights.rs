@@ -21,6 +21,7 @@ use roundpipe_tensor::Tensor;
 
 use super::call::Call;
 use super::model::Model;
+use super::repeats::spread;
 use crate::plan::Stage;
 
 /// Which layers' frozen weights stay, by worker.
@@ -28,9 +29,10 @@ use crate::plan::Stage;
 pub(crate) struct HoldPlan(HashMap<usize, HashSet<usize>>);
 
 impl HoldPlan {
-    /// Takes layers on each worker in the order of its stages, up to so many bytes. `frozen` has the
-    /// bytes of each layer that can stay, 0 for others; `assigned` the workers of the stages, of
-    /// which there are `workers` in all.
+    /// Takes layers on each worker, up to so many bytes, spread over its stages: the link catches up
+    /// behind a layer that need not be sent, but only one stage ahead. `frozen` has the bytes of each
+    /// layer that can stay, 0 for others; `assigned` the workers of the stages, of which there are
+    /// `workers` in all.
     ///
     /// Nothing stays where stages do not go round evenly: the next call would find its layers on
     /// other workers.
@@ -45,14 +47,22 @@ impl HoldPlan {
         if bytes == 0 || workers == 0 || !stages.len().is_multiple_of(workers) {
             return plan;
         }
-        let mut left: HashMap<usize, u64> = HashMap::new();
-        for (stage, worker) in stages.iter().zip(assigned) {
-            let left = left.entry(*worker).or_insert(bytes);
-            let held = plan.0.entry(*worker).or_default();
-            for layer in stage.layers.clone() {
-                let need = frozen[layer];
-                if need > 0 && need <= *left && held.insert(layer) {
-                    *left -= need;
+        for worker in 0..workers {
+            let own = stages.iter().zip(assigned).filter(|(_, by)| **by == worker);
+            let mut layers: Vec<usize> = Vec::new();
+            for layer in own.flat_map(|(stage, _)| stage.layers.clone()) {
+                if frozen[layer] > 0 && !layers.contains(&layer) {
+                    layers.push(layer);
+                }
+            }
+            let mut places: Vec<usize> = (0..layers.len()).collect();
+            places.sort_by_key(|place| spread(*place));
+            let mut left = bytes;
+            let held = plan.0.entry(worker).or_default();
+            for layer in places.into_iter().map(|place| layers[place]) {
+                if frozen[layer] <= left {
+                    left -= frozen[layer];
+                    held.insert(layer);
                 }
             }
         }
@@ -121,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_layers_stay_as_far_as_they_fit() {
+    fn layers_stay_as_far_as_they_fit() {
         let stages = stages(&[
             (0..2, Pass::Forward),
             (2..4, Pass::Fused),
@@ -132,6 +142,17 @@ mod tests {
         // The third does not fit beside the first; the fourth does.
         assert_eq!(held, [true, false, false, true]);
         assert_eq!(plan.everywhere(&stages, &[0, 0, 0]), vec![0, 3]);
+    }
+
+    #[test]
+    fn layers_that_stay_are_spread() {
+        let stages = stages(&[
+            (0..8, Pass::Forward),
+            (8..16, Pass::Fused),
+            (0..8, Pass::Backward),
+        ]);
+        let plan = HoldPlan::choose(&stages, &[0, 0, 0], 1, &[1; 16], 4);
+        assert_eq!(plan.everywhere(&stages, &[0, 0, 0]), vec![0, 4, 8, 12]);
     }
 
     #[test]

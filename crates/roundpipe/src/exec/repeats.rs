@@ -298,7 +298,7 @@ impl<'a> StageUse<'a> {
 
 /// An order of places in which neighbours are far apart: the bits from the lowest to the highest.
 /// Where only some of many equal layers keep a piece, their copies do not come in a burst then.
-fn spread(place: usize) -> usize {
+pub(super) fn spread(place: usize) -> usize {
     place.reverse_bits()
 }
 
