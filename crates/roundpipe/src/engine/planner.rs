@@ -400,8 +400,8 @@ impl Planner {
     }
 
     /// Frozen weights that stay on each worker: as many as it takes until copies need no more time
-    /// than kernels, of at most three quarters of what may stay. A byte there saves two copies of it, which is
-    /// worth much where the link is what a call waits for, and nothing elsewhere.
+    /// than kernels, of at most three quarters of what may stay. A byte there saves copies of it,
+    /// which is worth much where the link is what a call waits for, and nothing elsewhere.
     fn held_bytes(
         &self,
         key: &PlanKey,
@@ -415,7 +415,10 @@ impl Planner {
         }
         let workers = self.ring.workers().len() as u64;
         let excess = self.link(key, costs, state).excess_bytes(workers);
-        excess.min(needs.kept_bytes / 4 * 3)
+        let store = &self.model.store;
+        let frozen = |layer| store.frozen_part(layer).map_or(0, |part| part.bytes as u64);
+        let frozen = self.layers.clone().map(frozen).sum::<u64>();
+        excess.min(frozen).min(needs.kept_bytes / 4 * 3)
     }
 
     /// What pieces of forwards may take in a call.
@@ -667,14 +670,21 @@ struct Link {
 
 impl Link {
     /// What would have to stay on each of so many workers for copies of weights to take no longer
-    /// than kernels do. They come twice, for the forward and for the backward: on one worker a byte
-    /// that stays saves both, on several the two are at different ones.
+    /// than kernels do, in forwards and in backwards: they come once for each, one stage ahead, so
+    /// neither has time for the other. On one worker a byte that stays serves both; on several, the
+    /// two visits of a layer are at different ones.
     fn excess_bytes(&self, workers: u64) -> u64 {
-        let kernels_ms = self.forward_ms + self.backward_ms;
-        let excess = 2.0 * self.weights as f64 - kernels_ms * self.up_bytes_per_ms;
-        match self.exists {
-            true => excess.max(0.0) as u64 / workers.max(2),
-            false => 0,
+        if !self.exists {
+            return 0;
+        }
+        let excess = |kernels_ms: f64| {
+            let hidden = kernels_ms * self.up_bytes_per_ms;
+            (self.weights as f64 - hidden).max(0.0) as u64
+        };
+        let (forward, backward) = (excess(self.forward_ms), excess(self.backward_ms));
+        match workers {
+            1 => forward.max(backward),
+            _ => (forward + backward) / workers,
         }
     }
 
