@@ -22,6 +22,7 @@ pub(super) const MAX_ROWS: usize = 16;
 
 const TEXT: &str = concat!(
     include_str!("kernels/rows.cuh"),
+    include_str!("kernels/decode.cuh"),
     include_str!("kernels/decode.cu")
 );
 
