@@ -39,7 +39,7 @@ pub(super) fn takes(sizes: &DecodeBlockSizes) -> bool {
     } = *sizes;
     let whole = |width: usize| width > 0 && (width * dtype.size()).is_multiple_of(16);
     let widest = hidden.max(units).max(heads * head_dim);
-    !parts_are_asked_for()
+    !is_asked_for("separate")
         && FLOATS.contains(&dtype)
         && dtype != DType::F64
         && (1..=MAX_ROWS).contains(&rows)
@@ -55,10 +55,13 @@ pub(super) fn takes(sizes: &DecodeBlockSizes) -> bool {
             .all(|size| i32::try_from(size).is_ok())
 }
 
-/// For measurements: `ROUNDPIPE_DECODE=separate` launches the parts of a block one by one.
-fn parts_are_asked_for() -> bool {
-    static ASKED: OnceLock<bool> = OnceLock::new();
-    *ASKED.get_or_init(|| std::env::var("ROUNDPIPE_DECODE").as_deref() == Ok("separate"))
+/// For measurements, words of `ROUNDPIPE_DECODE` with commas between them: `separate` launches the
+/// parts of a block one by one; `early` lets a block start while the kernel before it ends; `bare`
+/// brings nothing into the second cache ahead of time.
+fn is_asked_for(word: &str) -> bool {
+    static ASKED: OnceLock<String> = OnceLock::new();
+    let asked = ASKED.get_or_init(|| std::env::var("ROUNDPIPE_DECODE").unwrap_or_default());
+    asked.split(',').any(|asked| asked == word)
 }
 
 /// Rows that a kernel is compiled for.
@@ -179,6 +182,7 @@ fn unit(sizes: &DecodeBlockSizes) -> Unit {
         .with("WIDTH", sizes.head_dim)
         .with("SHARES", shares(sizes))
         .with("TEAMS", teams(sizes))
+        .with("PREFETCH", !is_asked_for("bare"))
 }
 
 /// # Safety
@@ -204,7 +208,18 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // fit each other, `takes` that rows are whole pieces of 16 bytes; the scratch holds what `scratch`
     // asked for, by the same sizes; places are checked there. The barrier is the lane's, whose
     // launches run one after another.
-    unsafe { call.launch_cooperative(&unit(&sizes), blocks, threads, shared, &mut args) }
+    unsafe {
+        if is_asked_for("early") && call.gpu.capability.0 >= 9 {
+            return call.launch_cooperative_early(
+                &unit(&sizes),
+                blocks,
+                threads,
+                shared,
+                &mut args,
+            );
+        }
+        call.launch_cooperative(&unit(&sizes), blocks, threads, shared, &mut args)
+    }
 }
 
 /// `Block` of the kernel: sources, destinations, scratch, sizes, numbers, barrier and alarm.

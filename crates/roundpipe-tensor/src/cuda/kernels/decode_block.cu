@@ -122,7 +122,7 @@ template <MapKind KIND> __device__ __forceinline__ void load_ahead(
 
 // Brings memory into the second cache. Addresses and sizes that are no multiples of 16 are left out.
 __device__ __forceinline__ void prefetch(const void* p, i64 bytes) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && PREFETCH
     if ((((u64)p | (u64)bytes) & 15) != 0 || bytes <= 0) return;
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"((u32)bytes) : "memory");
 #endif
