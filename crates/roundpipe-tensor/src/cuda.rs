@@ -37,6 +37,7 @@ pub mod compile;
 mod context;
 mod costs;
 mod decode;
+mod decode_block;
 mod device;
 mod elementwise;
 mod event;

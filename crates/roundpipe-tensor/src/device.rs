@@ -45,7 +45,7 @@ use std::time::Instant;
 use crate::bytes::Bytes;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, HostMut, HostRef, Pin};
-use crate::kernel::{Kernel, View};
+use crate::kernel::{DecodeBlockSizes, Kernel, View};
 use crate::pins::Pins;
 use crate::pool::Block;
 use crate::rates::KernelRates;
@@ -86,6 +86,11 @@ pub trait BackendCosts: Send + Sync + fmt::Debug {
     /// As [`Ops::few_rows`].
     fn few_rows(&self) -> usize {
         0
+    }
+
+    /// As [`Ops::takes_block`].
+    fn takes_block(&self, _sizes: &DecodeBlockSizes) -> bool {
+        false
     }
 
     /// Floating-point operations in a millisecond. Only ratios matter to a plan; measured times
@@ -479,6 +484,11 @@ pub unsafe trait Ops: Send + Sync {
     /// ([`Kernel::FewLinear`]); 0 where there are none.
     fn few_rows(&self) -> usize {
         0
+    }
+
+    /// Whether [`Kernel::DecodeBlock`] is there for such a block.
+    fn takes_block(&self, _sizes: &DecodeBlockSizes) -> bool {
+        false
     }
 }
 

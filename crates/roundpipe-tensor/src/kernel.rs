@@ -585,6 +585,14 @@ pub enum Kernel {
         /// Added to the mean square.
         eps: f64,
     },
+    /// `[x: [b, 1, c], norm: [c], wq: [hq·d, c], wk: [hk·d, c], wv, bq?, bk?, bv?, qw?: [d], kw?, cos,
+    /// sin, positions: i32 [b, 1], at: i32 [b], sinks?: [hq], wo: [c, hq·d], bo?, norm: [c], gate: [n,
+    /// c], up, down: [c, n], bg?, bu?, bd?] -> [y: [b, 1, c], cache of k: [b, capacity, hk, d], cache of
+    /// v]`: a dense decoder block for one new token of each row, with the bits of the kernels that it
+    /// is made of ([`Kernel::FewLinear`], [`Kernel::DecodeHeads`], [`Kernel::CachedAttention`]); all
+    /// contiguous. Only for devices that take such a block
+    /// ([`Ops::takes_block`](crate::device::Ops::takes_block)).
+    DecodeBlock(DecodeBlockSpec),
     /// `[logits: [t, v] T or Acc contiguous, labels: i64 [t]] -> [loss: Acc [t], lse: Acc [t]]`:
     /// loss is 0 where the label is `ignore`.
     CrossEntropy {
@@ -659,6 +667,42 @@ pub struct FewLinear {
     pub eps: Option<f64>,
     /// y0 = silu(w0 x) · (w1 x).
     pub glu: bool,
+}
+
+/// The numbers of [`Kernel::DecodeBlock`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DecodeBlockSpec {
+    /// Added to the mean square of x.
+    pub attn_eps: f64,
+    /// The same of queries and keys, where they are normed.
+    pub head_eps: f64,
+    /// The same of what the gated unit takes.
+    pub mlp_eps: f64,
+    /// Factor of the scores before softmax.
+    pub scale: f64,
+    /// As [`AttentionSpec::window`].
+    pub window: Option<usize>,
+}
+
+/// The sizes of a dense decoder block that decodes one token per row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DecodeBlockSizes {
+    /// Of all values and weights.
+    pub dtype: DType,
+    /// New tokens, one per row.
+    pub rows: usize,
+    /// Width of the stream between blocks.
+    pub hidden: usize,
+    /// Width of the gated unit.
+    pub units: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Places of a cache.
+    pub capacity: usize,
 }
 
 /// Kernels that a backend writes together.
@@ -737,7 +781,7 @@ impl Kernel {
             | Self::AdaptiveAvgPool2d
             | Self::AdaptiveAvgPool2dGrad => Family::Image,
             Self::Host(host) => Family::Host(host),
-            Self::FewLinear(_) | Self::DecodeHeads { .. } => Family::Decode,
+            Self::FewLinear(_) | Self::DecodeHeads { .. } | Self::DecodeBlock(_) => Family::Decode,
         }
     }
 
@@ -790,6 +834,7 @@ impl Kernel {
             Self::CachedAttention(_) => "cached_attention",
             Self::FewLinear(_) => "few_linear",
             Self::DecodeHeads { .. } => "decode_heads",
+            Self::DecodeBlock(_) => "decode_block",
             Self::CrossEntropy { .. } => "cross_entropy",
             Self::CrossEntropyGrad { .. } => "cross_entropy_grad",
             Self::MoeSort { .. } => "moe_sort",

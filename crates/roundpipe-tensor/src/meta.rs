@@ -25,7 +25,7 @@ use crate::device::{
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernel::{Kernel, View};
+use crate::kernel::{DecodeBlockSizes, Kernel, View};
 use crate::shape::Shape;
 use crate::sync::lock;
 use crate::tensor::Tensor;
@@ -320,5 +320,9 @@ unsafe impl Ops for MetaOps {
 
     fn few_rows(&self) -> usize {
         self.like.few_rows()
+    }
+
+    fn takes_block(&self, sizes: &DecodeBlockSizes) -> bool {
+        self.like.takes_block(sizes)
     }
 }

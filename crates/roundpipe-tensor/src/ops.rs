@@ -10,6 +10,7 @@ mod attention;
 mod cache;
 mod custom;
 mod decode;
+mod decode_block;
 mod fp8;
 mod image;
 mod index;
@@ -25,6 +26,7 @@ mod shape;
 
 pub use attention::Attention;
 pub use decode::{LinearMap, NewHeads, NormWeight};
+pub use decode_block::DecodeBlock;
 pub use fp8::{Fp8Rows, ProjectionInput};
 pub use loss::{CrossEntropy, Reduction};
 pub use moe::{Experts, MoeOptions, RouteWeights, Routing};

@@ -57,6 +57,15 @@ pub(crate) fn flops(
             let weights: u64 = src[3..6].iter().map(size).sum();
             twice(weights, dim(src, 0, 0))
         }
+        Kernel::DecodeBlock(spec) => {
+            let maps = [2, 3, 4, 15, 18, 19, 20];
+            let weights: u64 = maps.iter().map(|map| size(&src[*map])).sum();
+            let places = spec.window.map_or(u64::MAX, |window| window as u64);
+            // All places count as filled: queries and what they mix are as wide as the input of wo.
+            let attended = twice(2 * dim(dst, 1, 1).min(places), dim(src, 15, 1));
+            let rows = dim(src, 0, 0);
+            twice(weights, rows).saturating_add(attended.saturating_mul(rows))
+        }
         Kernel::CachedAttention(spec) => {
             // All places count as filled.
             twice(pairs(spec, src), dim(src, 0, 3) + dim(src, 2, 3))

@@ -2,7 +2,7 @@
 
 use roundpipe::kernel::RopeStyle;
 use roundpipe::nn::RmsNorm;
-use roundpipe::ops::{Attention, NewHeads, ProjectionInput};
+use roundpipe::ops::{Attention, DecodeBlock, NewHeads, ProjectionInput};
 use roundpipe::{
     Cx, DType, Layer, Module, Param, ParamVisitor, Params, Quantization, Tensor, TensorResult, Tree,
 };
@@ -326,8 +326,24 @@ impl Block {
                 .all(|(_, p)| p.adapter.is_none() && matches!(p.weight, Weight::Whole(_)))
     }
 
+    /// Whether every row has one new token, whose place in the block's cache the device knows.
+    fn steps_by_one(&self, x: &Tensor, flow: &Flow) -> bool {
+        let has = |name: &str| flow.contains_key(name);
+        let keeps_past = has("cache") || has(&format!("past.{}.k", self.index));
+        x.dims()[1] == 1
+            && has(&format!("cache.{}.k", self.index))
+            && has("positions")
+            && !has("cache.filled")
+            && !keeps_past
+    }
+
     /// A step of decoding: as [`Layer::run`], in as few launches as there are.
     fn run_few(&self, cx: &mut Cx, x: Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
+        if self.steps_by_one(&x, flow)
+            && let Unit::Dense { gate, up, down } = &self.unit
+        {
+            return self.run_one(cx, &x, flow, [gate, up, down]);
+        }
         let mixed = self.attend_few(cx, &x, flow)?;
         let (weight, bias) = self.o.tensors(cx)?;
         let x = cx.few_linear_add(&mixed, (&weight, bias.as_ref()), &x)?;
@@ -347,6 +363,60 @@ impl Block {
                 cx.few_linear_add(&inner, (&weight, bias.as_ref()), &x)
             }
         }
+    }
+
+    /// The same with one new token per row, as one operation.
+    fn run_one(
+        &self,
+        cx: &mut Cx,
+        x: &Tensor,
+        flow: &mut Flow,
+        [gate, up, down]: [&Projection; 3],
+    ) -> TensorResult<Tensor> {
+        let Some(cache) = self.cache(flow)? else {
+            unreachable!("`steps_by_one` has seen it")
+        };
+        let positions = cx.cast(&get(flow, "positions")?, DType::I32)?;
+        let positions = cx.broadcast_to(&positions, &[x.dims()[0], 1])?;
+        let maps = [&self.q, &self.k, &self.v, &self.o, gate, up, down];
+        let maps: Vec<(Tensor, Option<Tensor>)> = maps
+            .into_iter()
+            .map(|projection| projection.tensors(cx))
+            .collect::<TensorResult<_>>()?;
+        let map = |i: usize| (&maps[i].0, maps[i].1.as_ref());
+        let attn_norm = cx.get(&self.attn_norm.weight)?;
+        let mlp_norm = cx.get(&self.mlp_norm.weight)?;
+        let heads = self.head_norms(cx)?;
+        let sinks = self.sinks.as_ref().map(|sinks| cx.get(sinks)).transpose()?;
+        let block = DecodeBlock {
+            attn_norm: (&attn_norm, self.attn_norm.eps),
+            q: map(0),
+            k: map(1),
+            v: map(2),
+            head_norms: heads
+                .as_ref()
+                .map(|((q, eq), (k, ek))| ((q, *eq), (k, *ek))),
+            cos: &cx.get(&self.rope.cos)?,
+            sin: &cx.get(&self.rope.sin)?,
+            positions: &positions,
+            caches: [&cache.k, &cache.v],
+            at: &cache.at,
+            attention: self.attention(sinks.as_ref()),
+            o: map(3),
+            mlp_norm: (&mlp_norm, self.mlp_norm.eps),
+            gate: map(4),
+            up: map(5),
+            down: map(6),
+        };
+        cx.decode_block(x, &block)
+    }
+
+    /// Norms of queries and keys on the worker.
+    fn head_norms(&self, cx: &mut Cx) -> TensorResult<Option<HeadNorms>> {
+        Ok(match &self.qk {
+            Some((q, k)) => Some(((cx.get(&q.weight)?, q.eps), (cx.get(&k.weight)?, k.eps))),
+            None => None,
+        })
     }
 
     /// What the heads have mixed, flat, before the last projection.
@@ -385,10 +455,7 @@ impl Block {
                 }
             }
         };
-        let norms = match &self.qk {
-            Some((q, k)) => Some(((cx.get(&q.weight)?, q.eps), (cx.get(&k.weight)?, k.eps))),
-            None => None,
-        };
+        let norms = self.head_norms(cx)?;
         let new = NewHeads {
             q: &q,
             k: &k,
@@ -452,6 +519,9 @@ impl Block {
         }
     }
 }
+
+/// Weights and eps of the norms of queries and keys.
+type HeadNorms = ((Tensor, f64), (Tensor, f64));
 
 /// Keys and values that are written in place.
 struct Cache {

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use cudarc::driver::{result, sys};
 
 use super::compile::Unit;
-use super::context::{Gpu, card};
+use super::context::{Function, Gpu, card};
 use super::faults::AlarmSlot;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -17,6 +17,8 @@ pub(crate) struct Call<'a> {
     pub gpu: &'a Gpu,
     pub alarm: AlarmSlot<'a>,
     pub stream: sys::CUstream,
+    /// The lane's own word for kernels whose blocks wait for each other.
+    pub barrier: u64,
     pub kernel: &'a Kernel,
     pub src: &'a [Option<View>],
     pub dst: &'a [Option<View>],
@@ -82,16 +84,7 @@ impl Call<'_> {
         if grid.contains(&0) {
             return Ok(());
         }
-        let function = self.gpu.function(unit)?;
-        let fail = |e| self.gpu.failed(&format!("launch {}", unit.name()), e);
-        // Beyond 48 KiB a kernel must be allowed to; its own static memory counts too.
-        if shared > 32 << 10 {
-            use sys::CUfunction_attribute_enum as A;
-            let what = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is loaded and never unloaded.
-            unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }
-                .map_err(fail)?;
-        }
+        let function = self.function(unit, shared)?;
         let (grid, block) = ((grid[0], grid[1], grid[2]), (block[0], block[1], block[2]));
         // SAFETY: promised by the caller; the arguments live past the call, which copies them.
         unsafe {
@@ -104,7 +97,21 @@ impl Call<'_> {
                 args.pointers(),
             )
         }
-        .map_err(fail)
+        .map_err(|e| self.gpu.failed(&format!("launch {}", unit.name()), e))
+    }
+
+    /// A compiled kernel that may have so much dynamic shared memory.
+    fn function(&self, unit: &Unit, shared: u32) -> Result<Function> {
+        let function = self.gpu.function(unit)?;
+        // Beyond 48 KiB a kernel must be allowed to; its own static memory counts too.
+        if shared > 32 << 10 {
+            use sys::CUfunction_attribute_enum as A;
+            let what = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is loaded and never unloaded.
+            unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }
+                .map_err(|e| self.gpu.failed(&format!("launch {}", unit.name()), e))?;
+        }
+        Ok(function)
     }
 
     /// As [`Call::launch`], for a kernel that waits by itself (`wait_for_earlier` in `decode.cu`) for
@@ -124,15 +131,72 @@ impl Call<'_> {
             // SAFETY: promised by the caller.
             return unsafe { self.launch(unit, grid, block, shared, args) };
         }
-        let function = self.gpu.function(unit)?;
-        // SAFETY: a union of plain numbers, for which zeros are valid.
-        let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
-        value.programmaticStreamSerializationAllowed = 1;
-        let mut early = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value,
-        };
+        let mut early = [attribute(
+            sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        )];
+        early[0].value.programmaticStreamSerializationAllowed = 1;
+        // SAFETY: promised by the caller.
+        unsafe { self.launch_with(unit, grid, block, shared, args, &mut early) }
+    }
+
+    /// As [`Call::launch`], for a kernel whose blocks wait for each other: all of them are on the card
+    /// at the same time, or none. So there must be no more of them than the card holds.
+    ///
+    /// # Safety
+    /// As for [`Call::launch`].
+    pub unsafe fn launch_cooperative(
+        &self,
+        unit: &Unit,
+        blocks: u32,
+        threads: u32,
+        shared: u32,
+        args: &mut Args,
+    ) -> Result<()> {
+        let mut whole = [attribute(
+            sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+        )];
+        whole[0].value.cooperative = 1;
+        let (grid, block) = ([blocks, 1, 1], [threads, 1, 1]);
+        // SAFETY: promised by the caller.
+        unsafe { self.launch_with(unit, grid, block, shared, args, &mut whole) }
+    }
+
+    /// As [`Call::launch_cooperative`] and [`Call::launch_early`] together, to measure what it gains.
+    ///
+    /// # Safety
+    /// As for both.
+    pub unsafe fn launch_cooperative_early(
+        &self,
+        unit: &Unit,
+        blocks: u32,
+        threads: u32,
+        shared: u32,
+        args: &mut Args,
+    ) -> Result<()> {
+        use sys::CUlaunchAttributeID as Id;
+        let mut both = [
+            attribute(Id::CU_LAUNCH_ATTRIBUTE_COOPERATIVE),
+            attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION),
+        ];
+        both[0].value.cooperative = 1;
+        both[1].value.programmaticStreamSerializationAllowed = 1;
+        let (grid, block) = ([blocks, 1, 1], [threads, 1, 1]);
+        // SAFETY: promised by the caller.
+        unsafe { self.launch_with(unit, grid, block, shared, args, &mut both) }
+    }
+
+    /// # Safety
+    /// As for [`Call::launch`], and what the attributes ask for.
+    unsafe fn launch_with(
+        &self,
+        unit: &Unit,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared: u32,
+        args: &mut Args,
+        attributes: &mut [sys::CUlaunchAttribute],
+    ) -> Result<()> {
+        let function = self.function(unit, shared)?;
         let config = sys::CUlaunchConfig {
             gridDimX: grid[0],
             gridDimY: grid[1],
@@ -142,8 +206,8 @@ impl Call<'_> {
             blockDimZ: block[2],
             sharedMemBytes: shared,
             hStream: self.stream,
-            attrs: &raw mut early,
-            numAttrs: 1,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
         let args = args.pointers().as_mut_ptr();
         // SAFETY: promised by the caller; the configuration and the arguments live past the call,
@@ -158,6 +222,16 @@ impl Call<'_> {
     /// One thread per element, in blocks of 256; as many as 2^31 blocks.
     pub fn blocks(elements: usize) -> [u32; 3] {
         [elements.div_ceil(256) as u32, 1, 1]
+    }
+}
+
+/// An attribute of a launch, all of whose values are 0.
+fn attribute(id: sys::CUlaunchAttributeID) -> sys::CUlaunchAttribute {
+    sys::CUlaunchAttribute {
+        id,
+        pad: [0; 4],
+        // SAFETY: a union of plain numbers, for which zeros are valid.
+        value: unsafe { std::mem::zeroed() },
     }
 }
 

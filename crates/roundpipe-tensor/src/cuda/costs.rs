@@ -3,7 +3,7 @@
 use super::ops::scratch;
 use crate::bytes::Bytes;
 use crate::device::{BackendCosts, CostModel, DeviceKind};
-use crate::kernel::{Kernel, View};
+use crate::kernel::{DecodeBlockSizes, Kernel, View};
 
 /// An element of the sum costs 2 operations per row and 8 bytes; an H200 does 700e12 of the former
 /// in the time of 4e12 of the latter, so both are equal at 700 rows. Its head of 151,936 classes
@@ -50,6 +50,10 @@ impl BackendCosts for CudaCosts {
 
     fn few_rows(&self) -> usize {
         super::decode::MAX_ROWS
+    }
+
+    fn takes_block(&self, sizes: &DecodeBlockSizes) -> bool {
+        super::decode_block::takes(sizes)
     }
 
     fn min_gemm_rows(&self) -> usize {

@@ -1,5 +1,6 @@
 //! What a step of decoding launches, see `kernels/decode.cu`: linear maps of a few rows, heads into
-//! caches, attention to caches.
+//! caches, attention to caches. A dense block of one new token per row has a kernel for all of it, see
+//! `decode_block`.
 //!
 //! A step is bound by memory and by the time between two launches. Every column of a matrix is read
 //! once, by one warp, for all rows; norms, residuals and gated units are part of the products beside
@@ -22,18 +23,19 @@ pub(super) const MAX_ROWS: usize = 16;
 
 const TEXT: &str = concat!(
     include_str!("kernels/rows.cuh"),
+    include_str!("kernels/decode.cuh"),
     include_str!("kernels/decode.cu")
 );
 
 /// Places of a chunk, as in the kernel.
-const KEYS: usize = 64;
+pub(super) const KEYS: usize = 64;
 /// Warps of a block of [`few_linear`], one column each.
 const WARPS: usize = 8;
 /// Threads of a block of [`cached_attention`], and the most that share the places of a column.
-const THREADS: usize = 128;
+pub(super) const THREADS: usize = 128;
 const MOST_SHARES: usize = 8;
 /// Bytes of rows that a block of [`few_linear`] holds in shared memory, at most.
-const ROW_BYTES: usize = 96 << 10;
+pub(super) const ROW_BYTES: usize = 96 << 10;
 /// Query heads that share a key head: the numbers that are compiled ahead.
 const GROUPS: [usize; 5] = [1, 2, 4, 5, 8];
 
@@ -119,8 +121,16 @@ fn attention_unit(
 /// Among how many threads the places of a piece of a value are shared; 0 where values are read
 /// element by element.
 fn shares(v: &View, group: usize) -> usize {
-    let pieces = v.shape()[3] * v.dtype.size() / 16;
-    if !is_wide(v) || pieces == 0 || pieces > THREADS || group * v.dtype.size() > 16 {
+    if !is_wide(v) {
+        return 0;
+    }
+    wide_shares(v.dtype, v.shape()[3], group)
+}
+
+/// The same of values whose rows are whole pieces of 16 bytes.
+pub(super) fn wide_shares(dtype: DType, width: usize, group: usize) -> usize {
+    let pieces = width * dtype.size() / 16;
+    if pieces == 0 || pieces > THREADS || group * dtype.size() > 16 {
         return 0;
     }
     (THREADS / pieces).min(MOST_SHARES)

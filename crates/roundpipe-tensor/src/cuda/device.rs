@@ -17,6 +17,7 @@ use super::costs::cost_model;
 use super::faults::ErrorWord;
 use super::graph::CudaGraph;
 use super::lane::CudaLane;
+use super::memory::BarrierWord;
 use super::ops::{CudaOps, trap};
 use super::{attention, library};
 use crate::bytes::Bytes;
@@ -92,18 +93,22 @@ impl Cuda {
                 LaneKind::ActivationUpload | LaneKind::ActivationDownload => range.1,
                 LaneKind::ParamUpload | LaneKind::GradDownload => range.0,
             };
+            let barrier = BarrierWord::new(gpu)?;
             let made = result::stream::create_with_priority(
                 result::stream::StreamKind::NonBlocking,
                 priority,
             );
             let stream = made.map_err(|e| gpu.failed("make a stream", e))?;
-            Ok(CudaLane {
+            let lane = CudaLane {
                 kind,
                 stream,
+                barrier,
                 gpu: gpu.clone(),
                 id,
                 alarm: alarm.clone(),
-            })
+            };
+            lane.barrier.clear(stream)?;
+            Ok(lane)
         };
         let lanes = LaneKind::ALL
             .iter()

@@ -18,6 +18,7 @@ use cudarc::driver::{result, sys};
 use super::context::Gpu;
 use super::event::CudaEvent;
 use super::faults::ErrorWord;
+use super::memory::BarrierWord;
 use crate::device::{Copy, DeviceId, Direction, Event, Lane, LaneKind, Stamp};
 use crate::error::{Error, Result};
 
@@ -25,6 +26,8 @@ use crate::error::{Error, Result};
 pub(crate) struct CudaLane {
     pub(super) kind: LaneKind,
     pub(super) stream: sys::CUstream,
+    /// Dropped after the stream has run dry.
+    pub(super) barrier: BarrierWord,
     pub(super) alarm: Arc<ErrorWord>,
     pub(super) gpu: Arc<Gpu>,
     pub(super) id: DeviceId,

@@ -4,7 +4,7 @@
 //! recover from, the driver keeps what it has until the process ends.
 //!
 //! # Invariants
-//! - Device memory is taken by [`Cuda::reserve_arena`] alone.
+//! - Device memory is taken by [`Cuda::reserve_arena`], and by a lane for its [`BarrierWord`].
 //! - Pinned host memory is zeroed before anything reads it, and unpinned exactly once, the way it
 //!   was pinned.
 
@@ -30,9 +30,42 @@ struct Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         if self.gpu.current().is_ok() {
-            // SAFETY: allocated in `reserve_arena`; freeing waits for kernels that still use it.
+            // SAFETY: allocated by whoever made this value; freeing waits for kernels that still use it.
             let _ = unsafe { result::free_sync(self.ptr) };
         }
+    }
+}
+
+/// Where the blocks of one launch wait for each other, see `kernels/decode_block.cu`.
+///
+/// Every lane has its own: its launches run one after another, those of two lanes may run at the same
+/// time. A launch leaves the word as the next one wants it, so it is cleared once.
+pub(super) struct BarrierWord(Allocation);
+
+impl BarrierWord {
+    const BYTES: usize = 4;
+
+    pub(super) fn new(gpu: &Arc<Gpu>) -> Result<Self> {
+        gpu.enter()?;
+        // SAFETY: a plain allocation, owned by the value that is made of it.
+        let ptr = unsafe { result::malloc_sync(Self::BYTES) };
+        let ptr = ptr.map_err(|e| gpu.failed("take memory for a barrier", e))?;
+        let gpu = gpu.clone();
+        Ok(Self(Allocation { gpu, ptr }))
+    }
+
+    /// Clears it in `stream`, before all that is queued there later.
+    pub(super) fn clear(&self, stream: sys::CUstream) -> Result<()> {
+        let gpu = &self.0.gpu;
+        gpu.enter()?;
+        // SAFETY: the memory is this value's and as long as that; the stream is of its context.
+        let cleared = unsafe { result::memset_d8_async(self.0.ptr, 0, Self::BYTES, stream) };
+        cleared.map_err(|e| gpu.failed("clear a barrier", e))
+    }
+
+    /// Its address on the card.
+    pub(super) fn ptr(&self) -> u64 {
+        self.0.ptr
     }
 }
 

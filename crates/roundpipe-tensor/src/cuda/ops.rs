@@ -12,12 +12,12 @@ use super::costs::MIN_GEMM_ROWS;
 use super::faults::ErrorWord;
 use super::lane::CudaLane;
 use super::{
-    attention, decode, elementwise, fp8, image, index, loss, moe, norm, product, quantized, reduce,
-    rope,
+    attention, decode, decode_block, elementwise, fp8, image, index, loss, moe, norm, product,
+    quantized, reduce, rope,
 };
 use crate::device::{Faults, Lane, Ops};
 use crate::error::{Error, Result};
-use crate::kernel::{Family, Kernel, View};
+use crate::kernel::{DecodeBlockSizes, Family, Kernel, View};
 
 /// The GPU's mathematics.
 pub(crate) struct CudaOps {
@@ -49,6 +49,7 @@ unsafe impl Ops for CudaOps {
             gpu,
             alarm,
             stream,
+            barrier: lane.barrier.ptr(),
             kernel,
             src,
             dst,
@@ -67,6 +68,9 @@ unsafe impl Ops for CudaOps {
                     decode::run(&call)
                 }
                 Family::Index if matches!(kernel, Kernel::CacheWrite) => decode::run(&call),
+                Family::Decode if matches!(kernel, Kernel::DecodeBlock(_)) => {
+                    decode_block::run(&call)
+                }
                 Family::Decode => decode::run(&call),
                 Family::Attention => attention::run(&call),
                 Family::Index => index::run(&call),
@@ -94,6 +98,10 @@ unsafe impl Ops for CudaOps {
 
     fn few_rows(&self) -> usize {
         decode::MAX_ROWS
+    }
+
+    fn takes_block(&self, sizes: &DecodeBlockSizes) -> bool {
+        decode_block::takes(sizes)
     }
 }
 
@@ -127,6 +135,7 @@ pub(super) fn scratch(
             attention::scratch(kernel, src, dst, library_attention)
         }
         K::CachedAttention(_) => decode::scratch(kernel, src, dst),
+        K::DecodeBlock(_) => decode_block::scratch(src, dst),
         K::MoeSort { .. } | K::MoeCombineGrad => moe::scratch(kernel, src, dst),
         K::Conv2d(_) | K::Conv2dGradInput(_) | K::Conv2dGradFilter { .. } => {
             image::scratch(kernel, src, dst)
@@ -154,6 +163,7 @@ pub fn units() -> Vec<Unit> {
         rope::units(),
         attention::units(),
         decode::units(),
+        decode_block::units(),
         loss::units(),
         moe::units(),
         image::units(),

@@ -8,6 +8,7 @@ mod attention;
 mod bed;
 mod blocks;
 mod cache;
+mod decode;
 mod fp8;
 mod golden;
 mod image;

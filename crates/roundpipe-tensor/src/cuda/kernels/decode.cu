@@ -13,54 +13,12 @@
 //   cached_combine:  adds up those parts in the order of places.
 //   cache_write:     copies rows to their places in a cache, in words.
 
-typedef ELEMENT T;
-typedef AccOf<T>::type A;
-const int N = WIDE ? 16 / sizeof(T) : 1;
-typedef Few<T, N> Piece;
-#define INFINITY_VALUE __int_as_float(0x7f800000)
-// Kernels that are launched early: this one goes on once those before it are done and what they wrote is there; the
-// next may be set up from now on.
-__device__ __forceinline__ void wait_for_earlier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_later_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ float exp_of(float x) { return expf(x); }
-__device__ __forceinline__ double exp_of(double x) { return exp(x); }
-
 #ifdef ROWS
 // Pieces that one lane holds of each matrix; as many are on their way. A chunk is what a warp holds.
+const MapKind KIND = GLU ? GATED : THREE;
 const int HELD = GLU ? 4 : 8;
 const int CHUNK = HELD * 32 * N;
 const int WARPS = 8;
-
-// A column of y: its row of the matrix, and where it goes.
-struct Column { const T* w; const T* other; const T* bias; T* y; i64 n, at; };
-
-struct Maps { const T* w[3]; const T* b[3]; T* y[3]; i64 n[3]; };
-
-__device__ __forceinline__ Column find(const Maps& maps, i64 column, i64 k) {
-    Column c;
-    int map = 0;
-    if (!GLU && column >= maps.n[0]) {
-        column -= maps.n[0];
-        map = 1;
-        if (column >= maps.n[1]) { column -= maps.n[1]; map = 2; }
-    }
-    // Chosen, not indexed: an array would lie in local memory.
-    c.w = (map == 0 ? maps.w[0] : map == 1 ? maps.w[1] : maps.w[2]) + column * k;
-    c.other = GLU ? maps.w[1] + column * k : c.w;
-    c.bias = map == 0 ? maps.b[0] : map == 1 ? maps.b[1] : maps.b[2];
-    c.y = map == 0 ? maps.y[0] : map == 1 ? maps.y[1] : maps.y[2];
-    c.n = map == 0 ? maps.n[0] : map == 1 ? maps.n[1] : maps.n[2];
-    c.at = column;
-    return c;
-}
 
 __device__ __forceinline__ void load_chunk(Piece (&held)[HELD], const T* row, i64 from, i64 k, int lane) {
     const T* mine = row + from + lane * N;
@@ -70,26 +28,6 @@ __device__ __forceinline__ void load_chunk(Piece (&held)[HELD], const T* row, i6
         if (i * 32 * N < left) held[i] = load_few<N>(mine + i * 32 * N);
     }
 }
-
-__device__ __forceinline__ void multiply_chunk(
-    A (&sum)[ROWS], const Piece (&held)[HELD], const T* xs, i64 from, i64 k, int lane, int rows
-) {
-    const T* mine = xs + from + lane * N;
-    const int left = (int)(k - from) - lane * N, width = (int)k;
-    #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-        if (i * 32 * N >= left) continue;
-        #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            if (r >= rows) continue;
-            Piece x = load_few<N>(mine + r * width + i * 32 * N);
-            #pragma unroll
-            for (int j = 0; j < N; ++j) sum[r] += up(held[i].at[j]) * up(x.at[j]);
-        }
-    }
-}
-
-__device__ __forceinline__ A rounded(A x) { T y; put(y, x); return up(y); }
 
 extern "C" __global__ void __launch_bounds__(256, ROWS <= 4 ? 2 : 1) few_linear(
     const T* __restrict__ x, const T* __restrict__ norm, const T* __restrict__ residual,
@@ -108,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256, ROWS <= 4 ? 2 : 1) few_linear(
     let_later_start();
     // The matrix is on its way while the rows are made ready, and before they are there.
     if (column < total) {
-        const Column here = find(maps, column, k);
+        const Column here = find<KIND>(maps, column, k);
         load_chunk(next, here.w, 0, k, lane);
         if (GLU) load_chunk(next_up, here.other, 0, k, lane);
     }
@@ -151,23 +89,23 @@ extern "C" __global__ void __launch_bounds__(256, ROWS <= 4 ? 2 : 1) few_linear(
             const bool ends = from + CHUNK >= k;
             const i64 coming = ends ? column + step : column;
             if (coming < total) {
-                const Column then = find(maps, coming, k);
+                const Column then = find<KIND>(maps, coming, k);
                 load_chunk(next, then.w, ends ? 0 : from + CHUNK, k, lane);
                 if (GLU) load_chunk(next_up, then.other, ends ? 0 : from + CHUNK, k, lane);
             }
             multiply_chunk(sum, held, xs, from, k, lane, rows);
             if (GLU) multiply_chunk(sum_up, held_up, xs, from, k, lane, rows);
         }
-        const Column here = find(maps, column, k);
+        const Column here = find<KIND>(maps, column, k);
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r >= rows) continue;
             A value = warp_sum(sum[r]);
             if (here.bias) value += up(here.bias[here.at]);
             if (GLU) {
-                A gate = rounded(value), above = warp_sum(sum_up[r]);
+                A above = warp_sum(sum_up[r]);
                 if (b1) above += up(b1[here.at]);
-                value = gate * Recip<T>::of(A(1) + Exp<T>::of(-gate)) * rounded(above);
+                value = gated(value, above);
             }
             if (lane == 0) {
                 if (residual) value = rounded(value) + up(residual[r * here.n + here.at]);
@@ -205,30 +143,14 @@ extern "C" __global__ void __launch_bounds__(32) decode_heads(
         for (i64 i = threadIdx.x; i < width; i += 32) to[i] = from[i];
         return;
     }
-    const T* w = kind == 0 ? qw : kw;
-    A scale = 1;
-    if (w) {
-        A squares = 0;
-        for (i64 i = threadIdx.x; i < width; i += 32) { A e = up(from[i]); squares += e * e; }
-        scale = A(1) / root_of(warp_sum(squares) / (A)width + (A)eps);
-    }
     const i64 position = checked(positions[place], place, table, alarm, code);
-    for (i64 i = threadIdx.x; i < half; i += 32) {
-        A a = up(from[i]), b = up(from[i + half]);
-        if (w) { a = a * scale * up(w[i]); b = b * scale * up(w[i + half]); }
-        A c = cos[position * half + i], s = sin[position * half + i];
-        put(to[i], a * c - b * s);
-        put(to[i + half], b * c + a * s);
-    }
-    for (i64 i = 2 * half + threadIdx.x; i < width; i += 32) {
-        A a = up(from[i]);
-        put(to[i], w ? a * scale * up(w[i]) : a);
-    }
+    turn_head(
+        from, kind == 0 ? qw : kw, cos + position * half, sin + position * half, width, half, eps,
+        [&](i64 i, A value) { put(to[i], value); }
+    );
 }
 
 #ifdef GROUP
-const int KEYS = 64;
-
 // The places that query `step` of a row sees.
 __device__ __forceinline__ void seen(const int* at, i64 batch, i64 step, i64 window, i64& first, i64& end) {
     end = at[batch] + step + 1;
@@ -297,43 +219,19 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
         for (int g = 0; g < GROUP; ++g) dot[g] = 0;
         if (PIECES > 0 && live) {
             #pragma unroll
-            for (int i = 0; i < kept; ++i) {
-                #pragma unroll
-                for (int g = 0; g < GROUP; ++g) {
-                    #pragma unroll
-                    for (int j = 0; j < N; ++j) dot[g] += up(key_held[i].at[j]) * query[g * d + (2 * i + side) * N + j];
-                }
-            }
+            for (int i = 0; i < kept; ++i) add_key(dot, key_held[i], query, d, (2 * i + side) * N);
         } else if (live) {
             const T* row = k + batch * kb + place * ks + head * kh;
             #pragma unroll 8
             for (i64 c = side * N; c < d; c += 2 * N) {
                 Piece p = load_few<N>(row + c);
-                #pragma unroll
-                for (int g = 0; g < GROUP; ++g) {
-                    #pragma unroll
-                    for (int j = 0; j < N; ++j) dot[g] += up(p.at[j]) * query[g * d + c + j];
-                }
+                add_key(dot, p, query, d, c);
             }
         }
-        #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            A both = dot[g] + __shfl_xor_sync(0xffffffffu, dot[g], 1);
-            if (side == 0) scores[g][key] = live ? both : A(-INFINITY_VALUE);
-        }
+        put_scores(scores, dot, key, live);
     }
     __syncthreads();
-    for (int g = threadIdx.x >> 5; g < GROUP; g += 4) {
-        const int lane = threadIdx.x & 31;
-        A a = scores[g][lane], b = scores[g][lane + 32];
-        A top = warp_max(a > b ? a : b);
-        a = exp_of(a - top);
-        b = exp_of(b - top);
-        scores[g][lane] = a;
-        scores[g][lane + 32] = b;
-        A sum = warp_sum(a + b);
-        if (lane == 0) { tops[g] = top; sums[g] = sum; }
-    }
+    weigh(scores, tops, sums);
     __syncthreads();
     const int keys = (int)(end - start < KEYS ? end - start : KEYS);
     const int skip = first > start ? (int)(first - start) : 0;
@@ -352,11 +250,7 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
             const int key = share + i * SHARES;
             if (key < skip || key >= keys) continue;
             Piece value = PIECES > 0 ? value_held[PIECES > 0 ? i : 0] : load_few<N>(column + key * vs);
-            #pragma unroll
-            for (int g = 0; g < GROUP; ++g) {
-                #pragma unroll
-                for (int j = 0; j < N; ++j) out[g][j] += scores[g][key] * up(value.at[j]);
-            }
+            add_value(out, value, scores, key);
         }
         #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
@@ -399,28 +293,12 @@ extern "C" __global__ void __launch_bounds__(128) cached_combine(
     seen(at, batch, step, window, first, end);
     const i64 from = first / KEYS, until = (end + KEYS - 1) / KEYS;
     const A* mine = parts + ((i64)blockIdx.y * heads + head) * chunks * (dv + 2);
-    __shared__ A slots[32];
+    __shared__ A slots[TEAM / 32];
     const A sink = sinks ? up(sinks[head]) : A(-INFINITY_VALUE);
-    // A thread takes the same chunks of a text whatever its length, so the order of the sum is fixed.
-    A top = sink, sum = 0;
-    for (i64 chunk = threadIdx.x; chunk < until; chunk += 128) {
-        if (chunk < from) continue;
-        A other = mine[chunk * (dv + 2) + dv];
-        top = top > other ? top : other;
-    }
-    top = block_max(top, slots);
-    for (i64 chunk = threadIdx.x; chunk < until; chunk += 128)
-        if (chunk >= from) sum += mine[chunk * (dv + 2) + dv + 1] * exp_of(mine[chunk * (dv + 2) + dv] - top);
-    sum = block_sum(sum, slots);
-    if (sinks) sum += exp_of(sink - top);
-    for (int c = threadIdx.x; c < (int)dv; c += 128) {
-        A out = 0;
-        #pragma unroll 8
-        for (i64 chunk = from; chunk < until; ++chunk)
-            out += mine[chunk * (dv + 2) + c] * exp_of(mine[chunk * (dv + 2) + dv] - top);
-        put(o[((i64)blockIdx.y * heads + head) * dv + c], out / sum);
-    }
-    if (threadIdx.x == 0) lse[(batch * heads + head) * steps + step] = top + log_of(sum);
+    const A logarithm = combine_parts(
+        mine, from, until, dv, sinks != nullptr, sink, slots, o + ((i64)blockIdx.y * heads + head) * dv
+    );
+    if (threadIdx.x == 0) lse[(batch * heads + head) * steps + step] = logarithm;
 }
 #endif
 
