@@ -161,30 +161,6 @@ impl Call<'_> {
         unsafe { self.launch_with(unit, grid, block, shared, args, &mut whole) }
     }
 
-    /// As [`Call::launch_cooperative`] and [`Call::launch_early`] together, to measure what it gains.
-    ///
-    /// # Safety
-    /// As for both.
-    pub unsafe fn launch_cooperative_early(
-        &self,
-        unit: &Unit,
-        blocks: u32,
-        threads: u32,
-        shared: u32,
-        args: &mut Args,
-    ) -> Result<()> {
-        use sys::CUlaunchAttributeID as Id;
-        let mut both = [
-            attribute(Id::CU_LAUNCH_ATTRIBUTE_COOPERATIVE),
-            attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION),
-        ];
-        both[0].value.cooperative = 1;
-        both[1].value.programmaticStreamSerializationAllowed = 1;
-        let (grid, block) = ([blocks, 1, 1], [threads, 1, 1]);
-        // SAFETY: promised by the caller.
-        unsafe { self.launch_with(unit, grid, block, shared, args, &mut both) }
-    }
-
     /// # Safety
     /// As for [`Call::launch`], and what the attributes ask for.
     unsafe fn launch_with(

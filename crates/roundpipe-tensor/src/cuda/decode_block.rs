@@ -39,7 +39,7 @@ pub(super) fn takes(sizes: &DecodeBlockSizes) -> bool {
     } = *sizes;
     let whole = |width: usize| width > 0 && (width * dtype.size()).is_multiple_of(16);
     let widest = hidden.max(units).max(heads * head_dim);
-    !is_asked_for("separate")
+    !is_separate()
         && FLOATS.contains(&dtype)
         && dtype != DType::F64
         && (1..=MAX_ROWS).contains(&rows)
@@ -55,13 +55,10 @@ pub(super) fn takes(sizes: &DecodeBlockSizes) -> bool {
             .all(|size| i32::try_from(size).is_ok())
 }
 
-/// For measurements, words of `ROUNDPIPE_DECODE` with commas between them: `separate` launches the
-/// parts of a block one by one; `early` lets a block start while the kernel before it ends; `bare`
-/// brings nothing into the second cache ahead of time.
-fn is_asked_for(word: &str) -> bool {
-    static ASKED: OnceLock<String> = OnceLock::new();
-    let asked = ASKED.get_or_init(|| std::env::var("ROUNDPIPE_DECODE").unwrap_or_default());
-    asked.split(',').any(|asked| asked == word)
+/// Whether `ROUNDPIPE_DECODE=separate` asks for the launches of [`decode`], to compare the two.
+fn is_separate() -> bool {
+    static SEPARATE: OnceLock<bool> = OnceLock::new();
+    *SEPARATE.get_or_init(|| std::env::var("ROUNDPIPE_DECODE").as_deref() == Ok("separate"))
 }
 
 /// Rows that a kernel is compiled for.
@@ -182,7 +179,6 @@ fn unit(sizes: &DecodeBlockSizes) -> Unit {
         .with("WIDTH", sizes.head_dim)
         .with("SHARES", shares(sizes))
         .with("TEAMS", teams(sizes))
-        .with("PREFETCH", !is_asked_for("bare"))
 }
 
 /// # Safety
@@ -208,18 +204,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // fit each other, `takes` that rows are whole pieces of 16 bytes; the scratch holds what `scratch`
     // asked for, by the same sizes; places are checked there. The barrier is the lane's, whose
     // launches run one after another.
-    unsafe {
-        if is_asked_for("early") && call.gpu.capability.0 >= 9 {
-            return call.launch_cooperative_early(
-                &unit(&sizes),
-                blocks,
-                threads,
-                shared,
-                &mut args,
-            );
-        }
-        call.launch_cooperative(&unit(&sizes), blocks, threads, shared, &mut args)
-    }
+    unsafe { call.launch_cooperative(&unit(&sizes), blocks, threads, shared, &mut args) }
 }
 
 /// `Block` of the kernel: sources, destinations, scratch, sizes, numbers, barrier and alarm.

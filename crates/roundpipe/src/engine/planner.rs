@@ -670,22 +670,15 @@ struct Link {
 
 impl Link {
     /// What would have to stay on each of so many workers for copies of weights to take no longer
-    /// than kernels do, in forwards and in backwards: they come once for each, one stage ahead, so
-    /// neither has time for the other. On one worker a byte that stays serves both; on several, the
-    /// two visits of a layer are at different ones.
+    /// than kernels do. They come twice, for the forward and for the backward: on one worker a byte
+    /// that stays saves both, on several the two are at different ones.
     fn excess_bytes(&self, workers: u64) -> u64 {
         if !self.exists {
             return 0;
         }
-        let excess = |kernels_ms: f64| {
-            let hidden = kernels_ms * self.up_bytes_per_ms;
-            (self.weights as f64 - hidden).max(0.0) as u64
-        };
-        let (forward, backward) = (excess(self.forward_ms), excess(self.backward_ms));
-        match workers {
-            1 => forward.max(backward),
-            _ => (forward + backward) / workers,
-        }
+        let kernels_ms = self.forward_ms + self.backward_ms;
+        let excess = 2.0 * self.weights as f64 - kernels_ms * self.up_bytes_per_ms;
+        excess.max(0.0) as u64 / workers.max(2)
     }
 
     /// Of the time that kernels take, what copies beside them may take. Rates are rough before they
