@@ -30,7 +30,7 @@ struct Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         if self.gpu.current().is_ok() {
-            // SAFETY: allocated by whoever made this value; freeing waits for kernels that still use it.
+            // SAFETY: the driver allocated it for this value; freeing waits for kernels that still use it.
             let _ = unsafe { result::free_sync(self.ptr) };
         }
     }
