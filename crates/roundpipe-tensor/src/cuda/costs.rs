@@ -1,6 +1,6 @@
 //! What planning knows about a GPU before it is opened: scratch of its kernels, and rough rates.
 
-use super::ops::scratch;
+use super::ops::{scratch, takes_block};
 use crate::bytes::Bytes;
 use crate::device::{BackendCosts, CostModel, DeviceKind};
 use crate::kernel::{DecodeBlockSizes, Kernel, View};
@@ -53,7 +53,7 @@ impl BackendCosts for CudaCosts {
     }
 
     fn takes_block(&self, sizes: &DecodeBlockSizes) -> bool {
-        super::decode_block::takes(sizes)
+        takes_block(sizes)
     }
 
     fn min_gemm_rows(&self) -> usize {

@@ -5,8 +5,6 @@
 //! GPU knows what will be launched. Others go by the launches of [`decode`](super::decode), to the
 //! same bits.
 
-use std::sync::OnceLock;
-
 use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
 use super::decode::{self, KEYS, MAX_ROWS, ROW_BYTES};
@@ -39,8 +37,7 @@ pub(super) fn takes(sizes: &DecodeBlockSizes) -> bool {
     } = *sizes;
     let whole = |width: usize| width > 0 && (width * dtype.size()).is_multiple_of(16);
     let widest = hidden.max(units).max(heads * head_dim);
-    !is_separate()
-        && FLOATS.contains(&dtype)
+    FLOATS.contains(&dtype)
         && dtype != DType::F64
         && (1..=MAX_ROWS).contains(&rows)
         && [hidden, units, head_dim].into_iter().all(whole)
@@ -53,12 +50,6 @@ pub(super) fn takes(sizes: &DecodeBlockSizes) -> bool {
         && [widest, heads * capacity]
             .into_iter()
             .all(|size| i32::try_from(size).is_ok())
-}
-
-/// Whether `ROUNDPIPE_DECODE=separate` asks for the launches of [`decode`], to compare the two.
-fn is_separate() -> bool {
-    static SEPARATE: OnceLock<bool> = OnceLock::new();
-    *SEPARATE.get_or_init(|| std::env::var("ROUNDPIPE_DECODE").as_deref() == Ok("separate"))
 }
 
 /// Rows that a kernel is compiled for.

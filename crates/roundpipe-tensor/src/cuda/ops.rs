@@ -3,7 +3,7 @@
 //! One `match` for all kernels, and one for their scratch. Kernels written for host memory are
 //! refused: they would read addresses of the card.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::call::Call;
 use super::compile::Unit;
@@ -101,8 +101,17 @@ unsafe impl Ops for CudaOps {
     }
 
     fn takes_block(&self, sizes: &DecodeBlockSizes) -> bool {
-        decode_block::takes(sizes)
+        takes_block(sizes)
     }
+}
+
+/// Whether a decoder block goes in one launch: where its kernel takes it, unless
+/// `ROUNDPIPE_DECODE=separate` asks for the launches of [`decode`], to compare the two.
+pub(super) fn takes_block(sizes: &DecodeBlockSizes) -> bool {
+    static SEPARATE: OnceLock<bool> = OnceLock::new();
+    let is_separate =
+        SEPARATE.get_or_init(|| std::env::var("ROUNDPIPE_DECODE").as_deref() == Ok("separate"));
+    !is_separate && decode_block::takes(sizes)
 }
 
 /// Scratch bytes that kernels want: by their operands and by whether cuDNN may run the backward of
