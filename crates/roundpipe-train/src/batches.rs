@@ -15,9 +15,8 @@ use roundpipe_data::TrainBatch;
 
 use crate::error::Result;
 
-/// Rows of random tokens in documents of `mean` tokens on average, whose lengths vary as the waits for
-/// a bus do: many short ones, few long ones. Each row is full; its last document is cut. The same
-/// for the same `step`.
+/// Rows of random tokens in documents whose lengths are exponentially distributed, with a mean of
+/// `mean` tokens. Each row is full; its last document is cut. The same for the same `step`.
 ///
 /// # Errors
 /// When the rows have no tokens, or more than memory holds.
