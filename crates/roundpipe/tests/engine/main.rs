@@ -5,6 +5,7 @@ mod chains;
 mod checkpoint_files;
 mod checkpoints;
 mod data;
+mod early;
 mod faults;
 mod finite;
 mod gpu;
