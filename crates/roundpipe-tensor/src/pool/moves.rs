@@ -14,7 +14,8 @@
 //! 4. A move is queued in the compute lane: kernels queued before it use the old address, those
 //!    behind it the new one. Where another lane reads the block, the compute lane waits for that
 //!    first ([`Block::read_until`]).
-//! 5. Starts and pins change under the pool's lock, so a pin waits for a move under way.
+//! 5. Starts and pins change under the pool's lock, so a pin waits for a move under way. Copies are
+//!    queued under it too: no device takes memory of a pool while it queues a kernel.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
