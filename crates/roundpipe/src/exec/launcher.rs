@@ -243,7 +243,9 @@ impl Launcher {
             let place = call.spec.task_place(stage, None, None);
             call.data.watch(place, faults.clone());
         }
-        self.worker = self.port.worker().reporting_to(faults);
+        // Gradients and outputs that other threads copy are pinned in `download` and
+        // `resident_output`.
+        self.worker = self.port.worker().reporting_to(faults).moving();
         Ok(())
     }
 
@@ -466,6 +468,8 @@ impl Launcher {
             .worker()
             .device()
             .lane(planted::lane_before_gradients());
+        // Before the point that the copies wait for: a move behind it would be too late for them.
+        gradients.iter().for_each(|gradient| gradient.tensor.pin());
         let after = lane.record().map_err(|error| task.error(None, error))?;
         // The `down` thread waits for this point; the launcher goes on with its next job.
         self.copies.download(GradientDownload {
