@@ -31,7 +31,7 @@ use super::call::Call;
 use super::compile::Unit;
 use super::library;
 use crate::error::{Error, Result};
-use crate::kernel::{Kernel, View};
+use crate::kernel::{AttentionSpec, Kernel, View};
 use crate::sync::lock;
 use fused::{AttentionCase, FusedAttention};
 use graph::{CudnnHandle, GraphPlan, Refused, Stream, TargetGpu};
@@ -55,12 +55,15 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
                 }
             }
             Kernel::AttentionGrad(spec) => {
-                match wanted(call, FusedAttention::backward(spec, call.src, call.dst))? {
-                    Some(fused)
-                        if way() == AttentionChoice::Best && one_pass::run(call, spec, &fused)? =>
-                    {
-                        Ok(())
-                    }
+                let fused = wanted(call, FusedAttention::backward(spec, call.src, call.dst))?;
+                let ways = backward_ways(call.gpu.capability);
+                let pass = fused
+                    .as_ref()
+                    .and_then(|fused| ways.one_pass(fused, spec, call.src(0)));
+                if let Some(pass) = pass {
+                    return one_pass::run(call, spec, &pass);
+                }
+                match fused {
                     // With o and the statistics as they are with sinks, the gradients of the others
                     // are what they are.
                     Some(fused) if by_cudnn(call, &fused)? => native::sink_gradient(call, spec),
@@ -78,22 +81,26 @@ pub(super) fn scratch(
     kernel: &Kernel,
     src: &[Option<View>],
     dst: &[Option<View>],
-    library_backward: bool,
+    backward: BackwardWays,
 ) -> usize {
     let bytes = |fused: Option<FusedAttention>| fused.map_or(0, |fused| fused.scratch());
     match kernel {
         Kernel::Attention(spec) => bytes(FusedAttention::forward(spec, src, dst)),
         Kernel::AttentionGrad(spec) => {
             let q = src[0].as_ref().expect("q is always there");
-            let fused = match library_backward {
-                true => FusedAttention::backward(spec, src, dst),
-                false => None,
+            let fused = match backward {
+                BackwardWays::Own => None,
+                BackwardWays::Library | BackwardWays::OnePass => {
+                    FusedAttention::backward(spec, src, dst)
+                }
             };
             let pass = fused
                 .as_ref()
-                .and_then(|fused| PassScratch::of(fused, spec, q))
-                .map_or(0, |scratch| scratch.bytes);
-            native::delta_bytes(q).max(pass).max(bytes(fused))
+                .and_then(|fused| backward.one_pass(fused, spec, q));
+            match pass {
+                Some(pass) => pass.bytes,
+                None => native::delta_bytes(q).max(bytes(fused)),
+            }
         }
         _ => 0,
     }
@@ -137,9 +144,50 @@ fn wanted(call: &Call<'_>, fused: Option<FusedAttention>) -> Result<Option<Fused
     }
 }
 
-/// Whether cuDNN's backward may be taken on such a card.
-pub(super) fn may_take_backward(capability: (i32, i32)) -> bool {
-    way() != AttentionChoice::Native && is_backward_known(capability) && usable().is_ok()
+/// The ways that the backward of attention may go on a card, which decide its scratch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BackwardWays {
+    /// Our kernels.
+    Own,
+    /// cuDNN's where it takes the case.
+    Library,
+    /// In one pass where that takes the case, else as `Library`.
+    OnePass,
+}
+
+impl BackwardWays {
+    /// With cuDNN on such a card.
+    pub fn with_library(capability: (i32, i32)) -> Self {
+        match capability {
+            (9, 0) => Self::OnePass,
+            _ => Self::Library,
+        }
+    }
+
+    /// What the one pass needs, where a call of cuDNN's sizes goes that way.
+    fn one_pass(
+        self,
+        fused: &FusedAttention,
+        spec: &AttentionSpec,
+        q: &View,
+    ) -> Option<PassScratch> {
+        match self {
+            Self::OnePass => PassScratch::of(fused, spec, q),
+            Self::Own | Self::Library => None,
+        }
+    }
+}
+
+/// How the backward may go on such a card, with what is installed.
+pub(super) fn backward_ways(capability: (i32, i32)) -> BackwardWays {
+    if !is_backward_known(capability) || usable().is_err() {
+        return BackwardWays::Own;
+    }
+    match way() {
+        AttentionChoice::Native => BackwardWays::Own,
+        AttentionChoice::Cudnn => BackwardWays::Library,
+        AttentionChoice::Best => BackwardWays::with_library(capability),
+    }
 }
 
 /// Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not

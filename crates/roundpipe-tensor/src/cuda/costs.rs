@@ -1,5 +1,6 @@
 //! What planning knows about a GPU before it is opened: scratch of its kernels, and rough rates.
 
+use super::attention::BackwardWays;
 use super::ops::{scratch, takes_block};
 use crate::bytes::Bytes;
 use crate::device::{BackendCosts, CostModel, DeviceKind};
@@ -17,25 +18,29 @@ const CONTEXT: Bytes = Bytes(640 << 20);
 /// A GPU, by what changes the scratch of its kernels.
 #[derive(Debug)]
 pub(crate) struct CudaCosts {
-    /// Whether cuDNN may run the backward of attention, which wants gigabytes of scratch.
-    library_attention: bool,
+    /// How the backward of attention may go: cuDNN's wants gigabytes of scratch.
+    backward: BackwardWays,
 }
 
 /// A GPU whose attention may be cuDNN's: the one that wants the most memory.
 pub(crate) static WITH_CUDNN: CudaCosts = CudaCosts {
-    library_attention: true,
+    backward: BackwardWays::Library,
 };
 
 static WITHOUT_CUDNN: CudaCosts = CudaCosts {
-    library_attention: false,
+    backward: BackwardWays::Own,
 };
 
-/// A GPU where cuDNN may run the backward of attention, or not.
-pub(super) fn cost_model(library_attention: bool) -> CostModel {
-    CostModel::new(if library_attention {
-        &WITH_CUDNN
-    } else {
-        &WITHOUT_CUDNN
+static HOPPER: CudaCosts = CudaCosts {
+    backward: BackwardWays::OnePass,
+};
+
+/// A GPU where the backward of attention may go so.
+pub(super) fn cost_model(backward: BackwardWays) -> CostModel {
+    CostModel::new(match backward {
+        BackwardWays::Own => &WITHOUT_CUDNN,
+        BackwardWays::Library => &WITH_CUDNN,
+        BackwardWays::OnePass => &HOPPER,
     })
 }
 
@@ -45,7 +50,7 @@ impl BackendCosts for CudaCosts {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        scratch(kernel, src, dst, self.library_attention)
+        scratch(kernel, src, dst, self.backward)
     }
 
     fn few_rows(&self) -> usize {

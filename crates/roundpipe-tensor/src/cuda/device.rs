@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use cudarc::driver::result;
 
+use super::attention::BackwardWays;
 use super::context::{Gpu, card, failed, find, lacks_fp8, too_old};
 use super::costs::cost_model;
 use super::faults::ErrorWord;
@@ -134,7 +135,12 @@ impl Cuda {
     /// The costs of any GPU on a machine where cuDNN does not run the backward of attention, which
     /// then wants less memory. `DeviceKind::Cuda.into()` are those where it may.
     pub fn costs_without_cudnn() -> CostModel {
-        cost_model(false)
+        cost_model(BackwardWays::Own)
+    }
+
+    /// The costs of a GPU of this compute capability on a machine with cuDNN.
+    pub fn costs_of(capability: (i32, i32)) -> CostModel {
+        cost_model(BackwardWays::with_library(capability))
     }
 
     /// Why attention is slower than it could be on this machine's GPUs, in one line: which cuDNN
@@ -204,7 +210,7 @@ unsafe impl Device for Cuda {
     }
 
     fn cost_model(&self) -> CostModel {
-        cost_model(attention::may_take_backward(self.gpu.capability))
+        cost_model(attention::backward_ways(self.gpu.capability))
     }
 
     fn lacks_fp8(&self) -> Option<String> {

@@ -5,6 +5,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::attention::BackwardWays;
 use super::call::Call;
 use super::compile::Unit;
 use super::context::Gpu;
@@ -87,9 +88,11 @@ unsafe impl Ops for CudaOps {
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
         // Only attention asks for cuDNN: the first time, the library is searched for.
-        let library_attention = matches!(kernel, Kernel::AttentionGrad(_))
-            && attention::may_take_backward(self.gpu.capability);
-        scratch(kernel, src, dst, library_attention)
+        let backward = match kernel {
+            Kernel::AttentionGrad(_) => attention::backward_ways(self.gpu.capability),
+            _ => BackwardWays::Own,
+        };
+        scratch(kernel, src, dst, backward)
     }
 
     fn min_gemm_rows(&self) -> usize {
@@ -114,13 +117,13 @@ pub(super) fn takes_block(sizes: &DecodeBlockSizes) -> bool {
     !is_separate && decode_block::takes(sizes)
 }
 
-/// Scratch bytes that kernels want: by their operands and by whether cuDNN may run the backward of
-/// attention, so that a plan can ask without a GPU.
+/// Scratch bytes that kernels want: by their operands and by how the backward of attention may go, so
+/// that a plan can ask without a GPU.
 pub(super) fn scratch(
     kernel: &Kernel,
     src: &[Option<View>],
     dst: &[Option<View>],
-    library_attention: bool,
+    backward: BackwardWays,
 ) -> usize {
     use Kernel as K;
     match kernel {
@@ -140,9 +143,7 @@ pub(super) fn scratch(
         | K::BatchNorm { .. }
         | K::BatchNormGrad { .. } => norm::scratch(kernel, src, dst),
         K::RopeNormGrad { .. } => rope::scratch(kernel, src, dst),
-        K::Attention(_) | K::AttentionGrad(_) => {
-            attention::scratch(kernel, src, dst, library_attention)
-        }
+        K::Attention(_) | K::AttentionGrad(_) => attention::scratch(kernel, src, dst, backward),
         K::CachedAttention(_) => decode::scratch(kernel, src, dst),
         K::DecodeBlock(_) => decode_block::scratch(src, dst),
         K::MoeSort { .. } | K::MoeCombineGrad => moe::scratch(kernel, src, dst),

@@ -338,11 +338,14 @@ impl Machine {
     }
 
     fn cost_model(&self) -> CostModel {
-        CostModel::from(if self.is_host {
-            DeviceKind::Cpu
-        } else {
-            DeviceKind::Cuda
-        })
+        match self.compute {
+            Compute::Processor { .. } => DeviceKind::Cpu.into(),
+            Compute::Card {
+                architecture: Architecture::Hopper,
+                ..
+            } => Cuda::costs_of((9, 0)),
+            Compute::Card { .. } => DeviceKind::Cuda.into(),
+        }
     }
 
     fn kernel_rates(&self, context: Option<u64>) -> KernelRates {

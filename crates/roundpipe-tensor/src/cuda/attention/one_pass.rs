@@ -107,22 +107,24 @@ pub(super) fn units() -> Vec<Unit> {
     [DType::BF16, DType::F16].into_iter().flat_map(of).collect()
 }
 
-/// Computes the gradients of a call that cuDNN takes; false where the pass does not take it.
+/// Computes the gradients, by other kernels of ours where strides do not suit the pass: scratch is
+/// too small for cuDNN.
 ///
 /// # Safety
-/// As [`super::run`].
+/// As [`super::run`]; `scratch` is of this call.
 pub(super) unsafe fn run(
     call: &Call<'_>,
     spec: &AttentionSpec,
-    fused: &FusedAttention,
-) -> Result<bool> {
+    scratch: &PassScratch,
+) -> Result<()> {
     let (q, k, v, d_o) = (call.src(0), call.src(1), call.src(2), call.src(5));
     let (dq, dk, dv) = (call.dst(0), call.dst(1), call.dst(2));
     let p = KernelProblem::new(call, spec, 7);
     let heads = HopperHeads::of(call.gpu.capability, &p, &[q, k, v, d_o], &[dq, dk, dv]);
-    let Some(scratch) = PassScratch::of(fused, spec, q).filter(|_| heads.is_some()) else {
-        return Ok(false);
-    };
+    if heads.is_none() {
+        // SAFETY: the caller's promise.
+        return unsafe { native::backward(call, spec) };
+    }
     let delta = call.scratch_ptr();
     let sums = delta + scratch.sums as u64;
     let counters = delta + scratch.counters as u64;
@@ -155,7 +157,6 @@ pub(super) unsafe fn run(
             [256, 1, 1],
             0,
             &mut dq_args,
-        )?;
+        )
     }
-    Ok(true)
 }
