@@ -38,7 +38,8 @@ use half::{bf16, f16};
 pub use adafactor::{Adafactor, AdafactorSlabs, SecondMoment};
 pub use adam::{Adam, AdamSlabs, AdamW};
 pub use grads::{
-    accumulate, all_finite, cast, chunk_squares, clip_factor, follow, narrow, scale, squared_norm,
+    accumulate, all_finite, cast, chunk_squares, chunk_squares_of_sum, clip_factor, follow, narrow,
+    scale, squared_norm,
 };
 pub use lion::{Lion, LionSlabs};
 pub use matrices::Matrices;
@@ -200,12 +201,12 @@ impl FloatsMut<'_> {
         }
     }
 
-    /// The slab in pieces of [`CHUNK`] elements, the last one shorter.
-    pub fn chunks(&mut self) -> Box<dyn Iterator<Item = FloatsMut<'_>> + '_> {
+    /// The slab in pieces of `len` elements, the last one shorter.
+    pub fn chunks(&mut self, len: usize) -> Box<dyn Iterator<Item = FloatsMut<'_>> + '_> {
         match self {
-            Self::F32(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::F32)),
-            Self::BF16(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::BF16)),
-            Self::F16(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::F16)),
+            Self::F32(slab) => Box::new(slab.chunks_mut(len).map(FloatsMut::F32)),
+            Self::BF16(slab) => Box::new(slab.chunks_mut(len).map(FloatsMut::BF16)),
+            Self::F16(slab) => Box::new(slab.chunks_mut(len).map(FloatsMut::F16)),
         }
     }
 }

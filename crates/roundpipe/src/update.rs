@@ -87,6 +87,12 @@ impl Store {
             let threads = &self.shared.threads;
             let chunks = match &grads[..] {
                 [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad), clip_value),
+                // A tied table: its sum is squared in registers, and memory is all that counts.
+                [(first_type, first), (second_type, second)] => {
+                    let first = floats(*first_type, first);
+                    let second = floats(*second_type, second);
+                    optim::chunk_squares_of_sum(threads, first, second, clip_value)?
+                }
                 _ => {
                     let chunks = 0..param.shape.numel().div_ceil(CHUNK);
                     let squares = |one: &Threads, _, sum: Floats<'_>| {

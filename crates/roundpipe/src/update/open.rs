@@ -111,14 +111,14 @@ impl OpenParam<'_> {
             }
             [(dtype, grad)] => {
                 let grad = floats(*dtype, grad);
-                let done = each_part(threads, slabs.chunks(), |one, i, chunk| {
+                let done = each_part(threads, slabs.chunks(CHUNK), |one, i, chunk| {
                     let range = i * CHUNK..grad.len().min((i + 1) * CHUNK);
                     pass.run(one, grad.range(range), chunk)
                 });
                 Ok(done?.contains(&true))
             }
             grads if pass.rule.is_elementwise() => {
-                let done = each_chunk(threads, grads, slabs.chunks(), |one, chunk, grad| {
+                let done = each_chunk(threads, grads, slabs.chunks(CHUNK), |one, chunk, grad| {
                     pass.run(one, grad, chunk)
                 });
                 Ok(done?.contains(&true))
