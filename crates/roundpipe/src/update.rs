@@ -7,7 +7,8 @@
 //! update are what the next one starts from.
 //!
 //! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at
-//! once: [`Store::step`]. Any function of the user: [`Store::apply_fn`].
+//! once: [`Store::step`]. Any function of the user: [`Store::apply_fn`]. A table whose rows are not
+//! all needed at once: [`Store::open_table`].
 //!
 //! # Invariants
 //! - The same gradients give the same bits for any number of threads, any order of layers and one
@@ -20,15 +21,17 @@
 mod function;
 mod open;
 mod pass;
+mod table;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostRef;
-use roundpipe_tensor::optim::{self, CHUNK, Floats, RemaindersMut};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, RemaindersMut, StepSettings};
 use roundpipe_tensor::{DType, HostBuf};
 
 use self::function::SplitValue;
 pub use self::function::{FunctionReport, OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
+pub(crate) use self::table::OpenTable;
 use crate::error::{Error, Result};
 use crate::groups::ResolvedGroups;
 pub(crate) use crate::optim::{Decision, Update};
@@ -51,6 +54,18 @@ pub struct Apply {
     pub groups: ResolvedGroups,
     /// The version to write, which is the newest plus one.
     pub next_version: u64,
+}
+
+impl Apply {
+    /// What it asks of every pass.
+    fn settings(&self) -> StepSettings {
+        StepSettings {
+            step: self.step,
+            lr: self.lr,
+            clip_value: self.clip_value,
+            grad_scale: self.factor,
+        }
+    }
 }
 
 /// The versions that a step by a function is between.

@@ -3,7 +3,7 @@
 use roundpipe::nn::RmsNorm;
 use roundpipe::ops::{CrossEntropy, Reduction};
 use roundpipe::{
-    Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
+    Cx, DType, HostTensor, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
 };
 
 use super::{Flow, Maker, fields, get, inputs, optional, padding, take};
@@ -38,6 +38,20 @@ impl Layer for Embed {
         }
         flow.insert("hidden".into(), hidden.into());
         Ok(Tree::Map(flow))
+    }
+
+    fn rows_read(&self, input: &Tree<HostTensor>) -> Option<HostTensor> {
+        let Tree::Map(fields) = input else {
+            return None;
+        };
+        // A padded batch is packed before its tokens are looked up.
+        if fields.contains_key("attention_mask") {
+            return None;
+        }
+        match fields.get("ids").or_else(|| fields.get("input_ids")) {
+            Some(Tree::Tensor(ids)) => Some(ids.clone()),
+            _ => None,
+        }
     }
 }
 

@@ -191,7 +191,7 @@ impl Port {
             shape,
             Backing::Pooled {
                 buf,
-                written,
+                written: Some(written),
                 pool: self.host.clone(),
             },
         ))

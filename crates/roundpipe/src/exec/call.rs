@@ -23,6 +23,7 @@ use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 
 use super::copy_threads::FilledWeights;
 use super::data_check::DataCheck;
+use super::early_rows::CallRows;
 use super::ending::{Ending, PartEnd};
 use super::held_weights::HoldPlan;
 use super::hooks::Hooks;
@@ -178,6 +179,8 @@ struct CallState {
     ending: Ending,
     /// An earlier call whose gradients this one adds to.
     adds_to: Option<Arc<Call>>,
+    /// The rows that it reads before their table is published.
+    early_rows: Option<CallRows>,
     /// The lowest place of the random stream since the call was submitted.
     first_number: u64,
     /// Buffers to write when the call is committed.
@@ -206,6 +209,8 @@ struct Mailboxes {
     for_recompute: HashMap<(usize, usize), SavedForRecompute>,
     /// Uploaded weights, by stage and layer.
     weights: HashMap<(usize, usize), FilledWeights>,
+    /// Rows of the first layer's table, by microbatch.
+    rows: HashMap<usize, HostValue>,
     losses: Vec<Option<Vec<HostValue>>>,
     outputs: Vec<Option<StageValue>>,
     input_grads: Vec<Option<Grads>>,
@@ -229,6 +234,7 @@ impl Mailboxes {
             saved: HashMap::new(),
             for_recompute: HashMap::new(),
             weights: HashMap::new(),
+            rows: HashMap::new(),
             losses: none(microbatches),
             outputs: none(microbatches),
             input_grads: none(microbatches),
@@ -246,6 +252,7 @@ impl Mailboxes {
             _saved: std::mem::take(&mut self.saved),
             _for_recompute: std::mem::take(&mut self.for_recompute),
             _weights: std::mem::take(&mut self.weights),
+            _rows: std::mem::take(&mut self.rows),
         }
     }
 }
@@ -260,6 +267,7 @@ struct Leftovers {
     _saved: HashMap<(usize, usize), StageValue>,
     _for_recompute: HashMap<(usize, usize), SavedForRecompute>,
     _weights: HashMap<(usize, usize), FilledWeights>,
+    _rows: HashMap<usize, HostValue>,
 }
 
 /// The calls of an engine, or of a ring, in the order of their submission.
@@ -320,6 +328,7 @@ impl Call {
             boxes: Mailboxes::new(&spec, inputs, labels),
             ending: Ending::default(),
             adds_to: None,
+            early_rows: None,
             first_number: spec.number,
             buffers: Vec::new(),
             probes: Vec::new(),
@@ -531,6 +540,28 @@ impl Call {
     pub fn wait_weights(&self, who: &str, stage: usize, layer: usize) -> Result<FilledWeights> {
         let what = "waiting for a layer's weights to be sent";
         self.wait(who, what, |boxes| boxes.weights.remove(&(stage, layer)))
+    }
+
+    /// Rows come before their table: the optimizer has taken the request.
+    pub fn set_early_rows(&self, rows: CallRows) {
+        self.lock().early_rows = Some(rows);
+    }
+
+    /// The rows that come before their table.
+    pub fn early_rows(&self) -> Option<CallRows> {
+        self.lock().early_rows.clone()
+    }
+
+    /// New rows that a microbatch brings, and their places.
+    pub fn put_rows(&self, microbatch: usize, rows: HostValue) {
+        self.put(|boxes| boxes.rows.insert(microbatch, rows));
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_rows(&self, who: &str, microbatch: usize) -> Result<HostValue> {
+        let what = format!("waiting for the rows of microbatch {microbatch}");
+        self.wait(who, &what, |boxes| boxes.rows.remove(&microbatch))
     }
 
     /// All gradients of a layer are in host memory.

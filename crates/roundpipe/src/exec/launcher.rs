@@ -19,6 +19,7 @@ use roundpipe_tensor::{DType, LaneKind, Tensor, Worker, nvtx};
 use super::backward::Prefetched;
 use super::call::{Call, Timed};
 use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
+use super::early_rows::ArrivingRows;
 use super::held_weights::HeldWeights;
 use super::queue::{JobQueue, StageJob};
 use super::run_layer::LoadedLayer;
@@ -48,6 +49,8 @@ pub(crate) struct Launcher {
     pub(super) resident: Vec<ResidentWeights>,
     /// Frozen weights that stay from step to step.
     pub(super) held: Vec<HeldWeights>,
+    /// The table of the current job, where its rows come apart.
+    pub(super) rows: Option<ArrivingRows>,
     /// The call of the current job.
     pub(super) call: Weak<Call>,
     /// Where jobs come from; `None` in the serial executor, which hands them over.
@@ -76,6 +79,7 @@ impl Launcher {
             prefetched: Prefetched::default(),
             resident: Vec::new(),
             held: Vec::new(),
+            rows: None,
             call: Weak::new(),
             queue,
             next: None,
@@ -119,6 +123,7 @@ impl Launcher {
             // Work of the job may still be queued on the device, and fail in its own way.
             call.spec.ring_calls.drain(&self.port);
         }
+        self.rows = None;
         // Kernels of the next job report to its own call.
         self.worker = self.port.worker().clone();
         // No task is under way, so what comes early need not leave it room.
@@ -194,6 +199,7 @@ impl Launcher {
     fn run_job(&mut self, job: &mut StageJob) -> Result<()> {
         let call = job.call.clone();
         self.place_weights(job)?;
+        self.await_rows(job)?;
         self.report_to(&call, job.stage)?;
         let pass = call.spec.stages[job.stage].pass;
         if pass != Pass::Forward

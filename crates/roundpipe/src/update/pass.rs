@@ -91,6 +91,16 @@ impl OpenSlabs<'_> {
             moments: moments.iter_mut().filter_map(Iterator::next).collect(),
         })
     }
+
+    /// Some elements, from a multiple of 16 on, for rules as above and moments of no blocks.
+    pub fn range(&mut self, range: Range<usize>) -> OpenSlabs<'_> {
+        let moments = self.moments.iter_mut();
+        OpenSlabs {
+            weights: self.weights.range(range.clone()),
+            master: self.master.range(range.clone()),
+            moments: moments.map(|moment| moment.range(range.clone())).collect(),
+        }
+    }
 }
 
 impl OpenMaster<'_> {
@@ -106,6 +116,17 @@ impl OpenMaster<'_> {
                 });
                 Box::new(chunks)
             }
+        }
+    }
+
+    fn range(&mut self, range: Range<usize>) -> OpenMaster<'_> {
+        match self {
+            Self::Weights => OpenMaster::Weights,
+            Self::Copy(master) => OpenMaster::Copy(&mut master[range]),
+            Self::Remainder { newest, remainders } => OpenMaster::Remainder {
+                newest: newest.map(|newest| &newest[range.clone()]),
+                remainders: remainders.range(range),
+            },
         }
     }
 }
@@ -162,6 +183,22 @@ impl<'a> OpenMoment<'a> {
                     map,
                 }))
             }
+        }
+    }
+
+    fn range(&mut self, range: Range<usize>) -> OpenMoment<'_> {
+        match self {
+            Self::Plain(values) => OpenMoment::Plain(values.range(range)),
+            Self::Random { values, key, first } => OpenMoment::Random {
+                key: *key,
+                first: *first + range.start as u64,
+                values: &mut values[range],
+            },
+            Self::Codes { codes, scales, map } => OpenMoment::Codes {
+                scales: &mut scales[blocks(&range)],
+                codes: &mut codes[range],
+                map: *map,
+            },
         }
     }
 
