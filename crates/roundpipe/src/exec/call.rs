@@ -216,8 +216,27 @@ struct Mailboxes {
     input_grads: Vec<Option<Grads>>,
     /// Gradients of the outputs, for a call whose backward the user starts.
     seeds: Vec<Option<Seed>>,
-    /// Layers whose gradients of this call are all in host memory.
-    landed: Vec<bool>,
+    landed: Landed,
+}
+
+/// Gradients of a call that are in host memory.
+#[derive(Clone, Default)]
+pub(crate) struct Landed {
+    /// The layers that wait for no more, of those that were asked for.
+    pub ready: Vec<usize>,
+    /// Whether all gradients of a layer are there.
+    layers: Vec<bool>,
+    /// By layer and parameter, the bytes from the first on that are there.
+    parts: HashMap<(usize, usize), usize>,
+    /// How many parts have landed, of all gradients.
+    count: usize,
+}
+
+impl Landed {
+    /// Bytes of a parameter's gradient that are there, from the first on.
+    pub fn bytes(&self, layer: usize, param: usize) -> usize {
+        self.parts.get(&(layer, param)).copied().unwrap_or(0)
+    }
 }
 
 impl Mailboxes {
@@ -239,7 +258,10 @@ impl Mailboxes {
             outputs: none(microbatches),
             input_grads: none(microbatches),
             seeds: none(microbatches),
-            landed: vec![false; spec.model.layers.len()],
+            landed: Landed {
+                layers: vec![false; spec.model.layers.len()],
+                ..Landed::default()
+            },
         }
     }
 
@@ -566,11 +588,19 @@ impl Call {
 
     /// All gradients of a layer are in host memory.
     pub fn mark_landed(&self, layer: usize) {
-        self.put(|boxes| boxes.landed[layer] = true);
+        self.put(|boxes| boxes.landed.layers[layer] = true);
     }
 
-    /// Waits until the gradients of some of `open` have landed, and takes these layers out: those
-    /// whose every gradient layer, listed beside them, is there, or all that are left once the call
+    /// The first bytes of a gradient are in host memory.
+    pub fn mark_part_landed(&self, layer: usize, param: usize, bytes: usize) {
+        self.put(|boxes| {
+            boxes.landed.parts.insert((layer, param), bytes);
+            boxes.landed.count += 1;
+        });
+    }
+
+    /// Waits until more gradients have landed than `before`. Layers of `open` are ready, and taken
+    /// out, when every gradient layer listed beside them is there, or all that are left once the call
     /// has ended.
     ///
     /// # Errors
@@ -579,7 +609,8 @@ impl Call {
         &self,
         who: &str,
         open: &mut Vec<(usize, Vec<usize>)>,
-    ) -> Result<Vec<usize>> {
+        before: &Landed,
+    ) -> Result<Landed> {
         self.wait_until(who, "waiting for gradients", |state| {
             if state.ending.has_failed() {
                 let why = "the call failed".to_owned();
@@ -590,14 +621,18 @@ impl Call {
             let landed = &state.boxes.landed;
             let mut ready = Vec::new();
             open.retain(|(layer, needs)| {
-                let is_ready = ended || needs.iter().all(|from| landed[*from]);
+                let is_ready = ended || needs.iter().all(|from| landed.layers[*from]);
                 if is_ready {
                     ready.push(*layer);
                 }
                 !is_ready
             });
-            let is_done = !ready.is_empty() || open.is_empty();
-            is_done.then_some(Ok(ready))
+            let is_new = landed.count > before.count;
+            let is_done = !ready.is_empty() || open.is_empty() || is_new;
+            is_done.then(|| {
+                let landed = landed.clone();
+                Ok(Landed { ready, ..landed })
+            })
         })
     }
 

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use roundpipe_tensor::nvtx;
 
-use super::call::{Call, CallList};
+use super::call::{Call, CallList, Landed};
 use super::early_rows::{EarlyRows, TABLE, TableUpdate};
 use super::model::Model;
 use super::task::panic_text;
@@ -44,7 +44,7 @@ use crate::status::Board;
 use crate::store::Store;
 use crate::sync::{lock, unpoisoned};
 use crate::trace::{Category, Lane, Span, Trace, Track};
-use crate::update::{Apply, Decision, FunctionVersions, OptimParams, Update};
+use crate::update::{Apply, BegunSquares, Decision, FunctionVersions, OptimParams, Update};
 use crate::version::Abort;
 
 /// How long a step waits for a user who holds a parameter.
@@ -660,9 +660,17 @@ impl OptimizerThread {
         let mut open: Vec<_> = (0..squares.len())
             .map(|layer| (layer, store.grad_layers(layer)))
             .collect();
+        let mut begun = BegunSquares::default();
+        let mut landed = Landed::default();
         while !open.is_empty() {
-            for layer in last.wait_landed("optimizer", &mut open)? {
-                squares[layer] = store.squares(layer, groups, clip_value)?;
+            landed = last.wait_landed("optimizer", &mut open, &landed)?;
+            for &layer in &landed.ready {
+                squares[layer] = store.finish_squares(layer, groups, clip_value, &mut begun)?;
+            }
+            // Of a large gradient the first parts are squared while the last are on their way.
+            for (layer, _) in &open {
+                let bytes = |layer, param| landed.bytes(layer, param);
+                store.begin_squares(*layer, groups, clip_value, &bytes, &mut begun)?;
             }
         }
         Ok(squares)

@@ -351,3 +351,33 @@ fn a_failed_call_leaves_the_update_whole() {
     assert_eq!(run(devices), plain);
     assert_eq!(world.races(), []);
 }
+
+/// A norm that is summed while a large gradient lands has the bits of one that is summed behind it.
+#[test]
+fn a_norm_is_summed_while_its_gradient_lands() {
+    let large = || {
+        let mut init = Init::new(5, DType::BF16);
+        let table = Embedding::new(&mut init, 100_000, 128, 0.1).unwrap();
+        let head = table.weight.clone();
+        let narrow = Linear::new(&mut init, 128, 128, false).unwrap();
+        Sequential::new().with(table).with(narrow).with(Head(head))
+    };
+    let norms = |waits: bool| {
+        let (world, devices) = sims(2, 1);
+        let engine = builder(&large(), devices).memory(Bytes::mib(512)).build();
+        let engine = engine.unwrap();
+        let mut norms = Vec::new();
+        for step in 0..2 {
+            let call = engine.train(tokens(step)).labels(tokens(step + 1));
+            call.loss(loss).run().unwrap();
+            if waits {
+                engine.synchronize().unwrap();
+            }
+            let step = engine.update(&clipped(), Lag::Zero).unwrap();
+            norms.push(step.wait().unwrap().grad_norm.to_bits());
+        }
+        assert_eq!(world.races(), []);
+        norms
+    };
+    assert_eq!(norms(false), norms(true));
+}
