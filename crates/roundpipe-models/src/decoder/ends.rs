@@ -318,3 +318,29 @@ fn keep(flow: &Flow) -> Option<usize> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An embedding reads the rows of its tokens, under either name; a padded batch is packed first.
+    #[test]
+    fn an_embedding_says_which_rows_it_reads() {
+        let embed = Embed {
+            weight: Param::zeros(DType::BF16, &[4, 16]).unwrap(),
+            noise: 0.0,
+        };
+        let ids = HostTensor::from_slice(&[3i64, 1], &[1, 2]).unwrap();
+        let input = |names: &[&str]| {
+            let fields = names.iter().map(|name| (*name, Tree::Tensor(ids.clone())));
+            Tree::map(fields)
+        };
+        for name in ["ids", "input_ids"] {
+            let rows = embed.rows_read(&input(&[name, "labels"])).unwrap();
+            assert_eq!(rows.to_vec::<i64>().unwrap(), [3, 1], "{name}");
+        }
+        let padded = embed.rows_read(&input(&["input_ids", "attention_mask"]));
+        assert!(padded.is_none(), "tokens of a padded batch");
+        assert!(embed.rows_read(&input(&["labels"])).is_none(), "no tokens");
+    }
+}

@@ -112,6 +112,28 @@ fn a_row_is_what_it_is_alone() {
     }
 }
 
+/// On every backend, with rows of whole words and without.
+#[test]
+fn written_rows_conform() {
+    for width in [1, 3, 8] {
+        let inputs = [
+            quiet(7, &[5, width]),
+            quiet(8, &[3, width]),
+            fixed(DType::I32, &[4, 0, 3], &[3]),
+        ];
+        let write = |cx: &mut Cx, x: &[Tensor]| {
+            let [table, rows, at] = x else {
+                panic!("three inputs")
+            };
+            let worker = cx.worker().clone();
+            let table = worker.copied_long(table, table.dtype())?;
+            worker.write_rows(&table, rows, at)?;
+            Ok(vec![table])
+        };
+        check_with(&format!("rows of {width}"), &inputs, FORWARD, write);
+    }
+}
+
 /// Rows come to their places, others stay, also minus zero; a place outside is refused.
 #[test]
 fn rows_are_written_to_their_places() {

@@ -460,7 +460,7 @@ impl Core {
     /// Asks the update under way for the rows that a call reads, or for the whole table.
     fn ask_for_rows(&self, call: &Arc<Call>, rows: Option<CallRows>) {
         let spec = &call.spec;
-        let early = &self.optimizer.early;
+        let early = &self.model.early_rows;
         let layers = self.parts[spec.part].layers.clone();
         if spec.trains && layers.contains(&TABLE) {
             early.expect(rows.is_some());

@@ -316,12 +316,17 @@ impl Launcher {
             None => Slot::reserve(self.worker(), bytes as u64),
         };
         let table = slot(stored.block_bytes()).ok()?;
-        let mut staged = Vec::with_capacity(rows.len());
-        for rows in rows.iter() {
+        let of_rows = |rows: &Vec<u32>| {
             let slot = (!rows.is_empty()).then(|| slot(rows.len() * row_bytes));
-            staged.push(slot.transpose().ok()?);
+            slot.transpose()
+        };
+        match rows.iter().map(of_rows).collect() {
+            Ok(staged) => Some(RowSlots { table, staged }),
+            Err(_) => {
+                call.spec.model.early_rows.ask_all(call.spec.version);
+                None
+            }
         }
-        Some(RowSlots { table, staged })
     }
 
     /// Gets ready for the rows of a job that starts now.

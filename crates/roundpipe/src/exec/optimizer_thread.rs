@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use roundpipe_tensor::nvtx;
 
 use super::call::{Call, CallList, Landed};
-use super::early_rows::{EarlyRows, TABLE, TableUpdate};
+use super::early_rows::{TABLE, TableUpdate};
 use super::model::Model;
 use super::task::panic_text;
 use crate::checkpoint::SaveProgress;
@@ -303,8 +303,6 @@ pub(crate) struct OptimizerHandle {
     thread: Option<JoinHandle<()>>,
     abort: Abort,
     pub streak: Arc<Streak>,
-    /// What calls ask of the update under way.
-    pub early: Arc<EarlyRows>,
     /// What updates took since the last look.
     times: Arc<Mutex<Vec<UpdateTime>>>,
     /// The scaler that a step used last, or that a checkpoint brought.
@@ -330,7 +328,6 @@ struct OptimizerThread {
     trace: Arc<Trace>,
     abort: Abort,
     streak: Arc<Streak>,
-    early: Arc<EarlyRows>,
     times: Arc<Mutex<Vec<UpdateTime>>>,
     scaler: Arc<Mutex<Option<GradScaler>>>,
     save_warnings: Arc<Mutex<Vec<String>>>,
@@ -348,7 +345,6 @@ impl OptimizerHandle {
         most_nonfinite: u64,
     ) -> Result<Self> {
         let streak = Arc::new(Streak::new(most_nonfinite));
-        let early = Arc::<EarlyRows>::default();
         let times = Arc::<Mutex<Vec<UpdateTime>>>::default();
         let scaler = Arc::<Mutex<Option<GradScaler>>>::default();
         let save_warnings = Arc::<Mutex<Vec<String>>>::default();
@@ -361,7 +357,6 @@ impl OptimizerHandle {
             trace: trace.clone(),
             abort: abort.clone(),
             streak: streak.clone(),
-            early: early.clone(),
             times: times.clone(),
             scaler: scaler.clone(),
             save_warnings: save_warnings.clone(),
@@ -381,7 +376,6 @@ impl OptimizerHandle {
             thread: Some(thread),
             abort,
             streak,
-            early,
             times,
             scaler,
             last_save: Mutex::default(),
@@ -471,7 +465,7 @@ impl OptimizerThread {
         }));
         let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
         // A step that failed serves no one; calls that asked fail with it.
-        drop(self.early.close());
+        drop(self.model.early_rows.close());
         match step {
             Ok(report) => outcome.set(StepPhase::Done(report)),
             Err(error) => self.fail_step(&outcome, next_call, error),
@@ -704,7 +698,7 @@ impl OptimizerThread {
         // Behind a step at lag 1 no call reads what it writes before the step after it is asked for.
         let by_rows = lag == Lag::Zero && !decision.skip && store.updates_by_rows(TABLE, &apply)?;
         // Before the caller goes on, who may ask for rows at once.
-        let puts_off = by_rows && self.early.open(version);
+        let puts_off = by_rows && self.model.early_rows.open(version);
         // The first layer is about to change: from here on the step is made, and a caller at lag 0
         // may go on.
         outcome.set(StepPhase::Begun);
@@ -785,7 +779,7 @@ impl OptimizerThread {
         apply: &Apply,
     ) -> Result<bool> {
         let start = self.trace.now_ns();
-        let served = update.serve(&self.early, layer)?;
+        let served = update.serve(&self.model.early_rows, layer)?;
         if served.microbatches > 0 {
             update.rows_ms += self.ms_since(start);
             self.note(TABLE, apply.next_version, start);
@@ -802,7 +796,7 @@ impl OptimizerThread {
     ) -> Result<()> {
         let start = self.trace.now_ns();
         let rows_ms = update.rows_ms;
-        if update.finish(&self.early)? {
+        if update.finish(&self.model.early_rows)? {
             partial.push(TABLE);
         }
         self.note(TABLE, apply.next_version, start);
