@@ -16,6 +16,9 @@
 //! live elsewhere (the next weights, values that may stay) then asks with `beside`, and gets room
 //! only where it leaves the claim whole. What a task itself needs may use the claim.
 //!
+//! Blocks of a task's working memory may be moved to join the holes between them, when a request
+//! finds none that is large enough (`pool/moves.rs`).
+//!
 //! When a block that was lent is dropped, it is set aside with an event of the compute lane, so that
 //! the next upload into it starts as soon as its last reader has ended, not when everything queued
 //! so far has. Blocks set aside go back to the arena when it runs short.
@@ -38,6 +41,10 @@ use crate::device::{Arena, Device, Event, LaneKind};
 use crate::error::{Error, Result};
 use crate::kernel_times::KernelTimes;
 use crate::sync::{Mutex, MutexGuard, unpoisoned};
+
+mod moves;
+
+use moves::{Movable, Spot};
 
 /// Blocks start at multiples of this many bytes.
 pub const ALIGN: u64 = 256;
@@ -83,6 +90,8 @@ struct PoolState {
     claim: u64,
     /// Blocks set aside for uploads, oldest first.
     aside: Vec<Aside>,
+    /// Blocks of the short end that may be moved, by start.
+    movable: BTreeMap<u64, Movable>,
 }
 
 /// A block that is kept for the next upload.
@@ -196,10 +205,16 @@ impl Pool {
         beside: Option<u64>,
     ) -> Result<Block> {
         let place = self.find_place(end, op, bytes, beside)?;
+        self.hand_out(op, bytes, place)
+    }
+
+    /// A block of what `find_place` found.
+    fn hand_out(self: &Arc<Self>, op: &'static str, bytes: u64, place: Place) -> Result<Block> {
         let block = Block {
             pool: self.clone(),
             place,
             lent: false,
+            spot: None,
         };
         if bytes > 0 {
             // SAFETY: `find_place` gave this piece of the device's arena to this block alone.
@@ -241,6 +256,7 @@ impl Pool {
                 pool: self.clone(),
                 place,
                 lent: true,
+                spot: None,
             };
             return Ok((block, free));
         }
@@ -542,12 +558,22 @@ pub struct Block {
     place: Place,
     /// Filled by another lane: set aside when dropped.
     lent: bool,
+    /// Where it lies now, if it may be moved; `place` then says where it was first.
+    spot: Option<Arc<Spot>>,
 }
 
 impl Block {
     /// First device address.
     pub fn addr(&self) -> u64 {
-        self.pool.addr(self.place)
+        self.pool.addr(self.place())
+    }
+
+    fn place(&self) -> Place {
+        let moved_to = self.spot.as_ref().map(|spot| spot.start());
+        Place {
+            start: moved_to.unwrap_or(self.place.start),
+            ..self.place
+        }
     }
 
     /// Size, rounded up to [`ALIGN`].
@@ -574,10 +600,12 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
+        // First, so that no move comes between: the place below is the last.
+        self.end_moves();
         if self.lent {
-            self.pool.set_aside(self.place);
+            self.pool.set_aside(self.place());
         } else {
-            self.pool.release(self.place);
+            self.pool.release(self.place());
         }
     }
 }

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::device::{Copy, Device, Direction, LaneKind};
+use crate::device::{Copy, Device, Direction, Event, LaneKind};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, HostMut, HostRef};
@@ -26,6 +26,17 @@ pub struct Tensor {
     /// First element, counted from the start of the storage.
     offset: usize,
     pub(crate) node: Option<NodeRef>,
+}
+
+/// A tensor whose memory stays where it is.
+pub(crate) struct PinnedTensor(Tensor);
+
+impl Drop for PinnedTensor {
+    fn drop(&mut self) {
+        if let Storage::Block(block) = &*self.0.storage {
+            block.unpin();
+        }
+    }
 }
 
 /// The memory behind a tensor.
@@ -209,6 +220,32 @@ impl Tensor {
         &self.storage
     }
 
+    /// Its memory stays where it is from now on: for a tensor of a [`Worker::moving`] that another
+    /// thread will copy behind an event of now.
+    pub fn pin(&self) {
+        if let Storage::Block(block) = &*self.storage {
+            block.pin();
+        }
+    }
+
+    /// Keeps its memory where it is while this lives; `None` if no other thread may move it.
+    pub(crate) fn pinned(&self) -> Option<PinnedTensor> {
+        let Storage::Block(block) = &*self.storage else {
+            return None;
+        };
+        block.is_moved_by_others().then(|| {
+            block.pin();
+            PinnedTensor(self.detach())
+        })
+    }
+
+    /// Another lane reads its memory until `event`, so a move waits for that.
+    pub(crate) fn read_until(&self, event: &Event) {
+        if let Storage::Block(block) = &*self.storage {
+            block.read_until(event);
+        }
+    }
+
     /// Whether its memory lies where values stay while other tasks run.
     pub fn is_long(&self) -> bool {
         matches!(&*self.storage, Storage::Block(block) if block.is_long())
@@ -307,6 +344,7 @@ impl Tensor {
         }
         self.pool().note_unseen();
         let dense = Worker::of(self).contiguous(self)?;
+        let _pin = dense.pinned();
         let copy = Copy {
             what: OP.to_owned(),
             direction: Direction::Download,

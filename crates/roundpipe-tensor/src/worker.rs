@@ -16,7 +16,7 @@ use crate::pool::{Block, Pool, PoolUse};
 use crate::repeat::{ActiveWatch, Watch, Watched};
 use crate::shape::{Layout, Shape};
 use crate::sync::lock;
-use crate::tensor::Tensor;
+use crate::tensor::{PinnedTensor, Tensor};
 
 /// A device with its reserved memory; cloning shares both.
 #[derive(Debug, Clone)]
@@ -28,6 +28,8 @@ pub struct Worker {
     held: Option<Arc<Mutex<Vec<Tensor>>>>,
     /// Who notes memory and launches, and leaves some out.
     watch: Option<ActiveWatch>,
+    /// Whether its tensors may be moved, see [`Worker::moving`].
+    moves: bool,
 }
 
 /// Kernels that were launched once and can be launched again, see [`Worker::record`].
@@ -65,6 +67,7 @@ impl Worker {
             faults: None,
             held: None,
             watch: None,
+            moves: false,
         })
     }
 
@@ -75,6 +78,7 @@ impl Worker {
             faults: None,
             held: None,
             watch: None,
+            moves: false,
         }
     }
 
@@ -106,10 +110,19 @@ impl Worker {
     #[must_use]
     pub fn reporting_to(&self, faults: Option<Arc<Faults>>) -> Self {
         Self {
-            pool: self.pool.clone(),
             faults,
-            held: self.held.clone(),
-            watch: self.watch.clone(),
+            ..self.clone()
+        }
+    }
+
+    /// The same worker, whose tensors may be moved to join the holes between them when a request
+    /// finds none that is large enough. A thread moves only what it allocated itself; operations of
+    /// other threads keep their operands in place until they are queued.
+    #[must_use]
+    pub fn moving(&self) -> Self {
+        Self {
+            moves: true,
+            ..self.clone()
         }
     }
 
@@ -125,10 +138,8 @@ impl Worker {
     ) -> Result<Option<(Recording, R)>> {
         let held = Arc::new(Mutex::new(Vec::new()));
         let worker = Self {
-            pool: self.pool.clone(),
-            faults: self.faults.clone(),
             held: Some(held.clone()),
-            watch: self.watch.clone(),
+            ..self.clone()
         };
         let (mut body, mut out) = (Some(body), None);
         let replay = self.device().capture(&mut || {
@@ -178,7 +189,12 @@ impl Worker {
     }
 
     fn alloc_unwatched(&self, op: &'static str, dtype: DType, shape: Shape) -> Result<Tensor> {
-        let block = self.pool.alloc(op, (shape.numel() * dtype.size()) as u64)?;
+        let bytes = (shape.numel() * dtype.size()) as u64;
+        let block = if self.moves {
+            self.pool.alloc_movable(op, bytes)
+        } else {
+            self.pool.alloc(op, bytes)
+        }?;
         Ok(Tensor::from_block(block, dtype, shape))
     }
 
@@ -220,16 +236,11 @@ impl Worker {
             Some(_) => {}
             None => self.pool.note_unseen(),
         }
-        let views =
-            |all: &[Option<&Tensor>]| all.iter().map(|t| t.map(Tensor::view)).collect::<Vec<_>>();
-        let (src_tensors, dst_tensors) = (src, dst);
-        let (src, dst) = (views(src), views(dst));
-        debug_assert!(
-            disjoint(kernel, &src, &dst),
-            "{kernel:?}: a destination overlaps another operand"
-        );
+        let operands = || src.iter().chain(dst).flatten();
+        // Other threads may move what they allocated, but not before the kernel is queued.
+        let _pins: Vec<PinnedTensor> = operands().filter_map(|tensor| tensor.pinned()).collect();
         let ops = self.device().ops();
-        let scratch = match ops.scratch(kernel, &src, &dst) {
+        let scratch = match ops.scratch(kernel, &views(src), &views(dst)) {
             0 => None,
             bytes => {
                 let shape = Shape::new(&[bytes])?;
@@ -237,11 +248,17 @@ impl Worker {
             }
         };
         if let Some(held) = &self.held {
-            let operands = src_tensors.iter().chain(dst_tensors).flatten();
             let mut held = lock(held);
-            held.extend(operands.map(|tensor| tensor.detach()));
+            held.extend(operands().map(|tensor| tensor.detach()));
             held.extend(scratch.clone());
+            held.iter().for_each(Tensor::pin);
         }
+        // Behind the scratch: making room for it may have moved the operands.
+        let (src, dst) = (views(src), views(dst));
+        debug_assert!(
+            disjoint(kernel, &src, &dst),
+            "{kernel:?}: a destination overlaps another operand"
+        );
         let lane = self.device().lane(LaneKind::Compute);
         let scratch = scratch.as_ref().map(Tensor::view);
         let faults = self.faults.as_deref();
@@ -462,6 +479,12 @@ impl Worker {
         let bytes = buf.byte_range(OP, 0, dtype, &shape)?;
         Tensor::from_host(buf.read(bytes)?, self.pool().clone(), dtype, shape)
     }
+}
+
+/// The operands of a kernel where they lie now.
+fn views(tensors: &[Option<&Tensor>]) -> Vec<Option<View>> {
+    let view = |tensor: &Option<&Tensor>| tensor.map(Tensor::view);
+    tensors.iter().map(view).collect()
 }
 
 /// No destination may overlap a source or another destination, unless the kernel works in place

@@ -1,8 +1,11 @@
 //! The sub-allocator: blocks never overlap, holes merge, the same requests give the same addresses.
 
+#[path = "support/skip.rs"]
+mod skip;
+
 use proptest::prelude::*;
 use roundpipe_tensor::pool::{ALIGN, Block, Pool};
-use roundpipe_tensor::{Bytes, DeviceKind, Meta};
+use roundpipe_tensor::{Bytes, Cpu, Cuda, DType, DeviceKind, Meta, Shape, Tensor, Worker};
 
 const CAP: u64 = 64 * ALIGN;
 
@@ -59,6 +62,97 @@ proptest! {
     #[test]
     fn any_sequence_keeps_the_invariants_and_repeats(moves in prop::collection::vec(any::<(u16, u16)>(), 0..200)) {
         prop_assert_eq!(play(&moves), play(&moves));
+    }
+}
+
+/// Takes tensors of a worker that may move them, and gives some back, at random. Every request has
+/// its memory if so much is free, in one piece or not, and no value changes.
+fn play_moving(worker: &Worker, moves: &[(u16, u16)]) {
+    let worker = worker.moving();
+    let mut live: Vec<(Tensor, f32)> = Vec::new();
+    for (number, &(kind, amount)) in moves.iter().enumerate() {
+        if kind % 5 < 2 && !live.is_empty() {
+            live.swap_remove(amount as usize % live.len());
+            continue;
+        }
+        let elements = 1 + usize::from(amount) % (16 * ALIGN as usize / 4);
+        let bytes = (4 * elements as u64).next_multiple_of(ALIGN);
+        let fits = worker.usage().used.0 + bytes <= CAP;
+        let taken = full(&worker, elements, number as f32);
+        assert_eq!(taken.is_some(), fits, "{bytes} bytes");
+        live.extend(taken.map(|tensor| (tensor, number as f32)));
+    }
+    for (tensor, value) in &live {
+        let values = tensor.to_vec::<f32>().unwrap();
+        assert!(
+            values.iter().all(|v| v == value),
+            "{value} became {values:?}"
+        );
+    }
+    live.clear();
+    assert_eq!(worker.usage().used, Bytes(0));
+    assert!(full(&worker, CAP as usize / 4, 0.0).is_some());
+}
+
+fn cpu_worker() -> Worker {
+    Worker::new(Cpu::new(Some(1)).unwrap(), Bytes(CAP)).unwrap()
+}
+
+/// So many elements of one value, or `None` without room for them.
+fn full(worker: &Worker, elements: usize, value: f32) -> Option<Tensor> {
+    let shape = Shape::new(&[elements]).unwrap();
+    worker.full(DType::F32, shape, f64::from(value)).ok()
+}
+
+proptest! {
+    #[test]
+    fn what_is_free_can_be_had_in_one_piece(moves in prop::collection::vec(any::<(u16, u16)>(), 0..200)) {
+        play_moving(&cpu_worker(), &moves);
+    }
+}
+
+/// The same on a GPU, whose kernels run behind the host.
+#[test]
+fn a_gpu_moves_blocks_and_changes_no_value() {
+    let device = match Cuda::workers(0, 1) {
+        Ok(mut workers) => workers.remove(0),
+        Err(error) => return skip::skipped("moved blocks", &error.to_string()),
+    };
+    let worker = Worker::new(device, Bytes(CAP)).unwrap();
+    let mut word = 1_u32;
+    let mut dice = || {
+        word = word.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (word >> 16) as u16
+    };
+    for _ in 0..50 {
+        let moves: Vec<(u16, u16)> = (0..200).map(|_| (dice(), dice())).collect();
+        play_moving(&worker, &moves);
+    }
+}
+
+/// Holes on both sides of a block are joined by moving it; a pinned one stays where it is, and so
+/// does everything on a worker that moves nothing.
+#[test]
+fn a_pinned_block_is_not_moved() {
+    let sixteenth = CAP as usize / 4 / 16;
+    for (is_moving, is_pinned) in [(true, false), (true, true), (false, false)] {
+        let plain = cpu_worker();
+        let moving = plain.moving();
+        let worker = if is_moving { &moving } else { &plain };
+        let mut parts: Vec<Tensor> = (0..16)
+            .map(|part| full(worker, sixteenth, part as f32).unwrap())
+            .collect();
+        let between = parts.swap_remove(4);
+        if is_pinned {
+            between.pin();
+        }
+        let before = between.view().ptr;
+        parts.retain(|tensor| ![3.0, 5.0].contains(&tensor.to_vec::<f32>().unwrap()[0]));
+        let joined = full(worker, 2 * sixteenth, 20.0);
+        let moves = is_moving && !is_pinned;
+        assert_eq!(joined.is_some(), moves);
+        assert_eq!(between.view().ptr != before, moves);
+        assert_eq!(between.to_vec::<f32>().unwrap(), vec![4.0; sixteenth]);
     }
 }
 

@@ -292,11 +292,9 @@ fn predict_by(
     prediction.make(subject)
 }
 
-/// Whether weights and optimizer alone are more than the host has: known without an engine.
-fn exceeds_host(subject: &Subject, settings: &Settings, machine: &Machine) -> Result<bool> {
-    let Some(limit) = machine.host_memory else {
-        return Ok(false);
-    };
+/// Whether weights and optimizer alone are more than the host has, or checkpoints of them more than
+/// the disk: known without an engine.
+fn exceeds_machine(subject: &Subject, settings: &Settings, machine: &Machine) -> Result<bool> {
     let place = Place {
         devices: machine.workers,
         is_host: machine.is_host,
@@ -304,7 +302,14 @@ fn exceeds_host(subject: &Subject, settings: &Settings, machine: &Machine) -> Re
     let (settings, _) = subject.resolve(settings, &place)?;
     let model = subject.model(&settings)?;
     let host = Host::of(&model, &settings, subject.has_files());
-    Ok(host.budget.total() > limit.0)
+    // At least: masters may be saved in more bytes. One more is being written beside those that stay.
+    let checkpoint = 2 * host.trained + host.budget.moments;
+    let checkpoints = checkpoint * (settings.keep.max(1) as u64 + 1);
+    let exceeds = |limit: Option<Bytes>, least: u64| limit.is_some_and(|limit| least > limit.0);
+    Ok(
+        exceeds(machine.host_memory, host.budget.total())
+            || exceeds(machine.disk_free, checkpoints),
+    )
 }
 
 /// What is known of the data, or assumed.

@@ -269,6 +269,8 @@ pub struct CallNeeds {
     pub host_bytes: u64,
     /// Frozen weights that stay on each worker from step to step.
     pub held_bytes: u64,
+    /// Frozen weights of later jobs that may be on each worker before their turn.
+    pub early_bytes: u64,
 }
 
 impl CallNeeds {
@@ -407,6 +409,7 @@ impl WorkerBudget {
             },
             host_bytes: 0,
             held_bytes: 0,
+            early_bytes: 0,
         })
     }
 }

@@ -365,6 +365,11 @@ impl ReadTicket {
         self.version
     }
 
+    /// Whether the version is published.
+    pub fn is_readable(&self) -> bool {
+        self.versions.current() >= self.version
+    }
+
     /// Waits until the version is published.
     ///
     /// # Errors

@@ -2,14 +2,14 @@
 //! scores.
 //!
 //! The ways, chosen by the operands and by what is installed: cuDNN where it takes the case
-//! ([`fused`]), our kernels on tensor cores for other bf16 and f16, on Hopper with its own
-//! instructions ([`hopper`]), and a kernel that is right for every type, width and stride
-//! ([`native`]). The variable `ROUNDPIPE_ATTENTION` forces the first
+//! ([`fused`]), but for the exact backward of causal rows on Hopper ([`one_pass`]), our kernels on
+//! tensor cores for other bf16 and f16, on Hopper with its own instructions ([`hopper`]), and a
+//! kernel that is right for every type, width and stride ([`native`]). The variable `ROUNDPIPE_ATTENTION` forces the first
 //! (`cudnn`: what it takes and cannot plan is an error) or forbids it (`own`). All ways save the
 //! same statistics, so forward and backward may go different ones.
 //!
 //! # Invariants
-//! - Every way repeats bit for bit: no atomics; cuDNN's backward is its deterministic one, unless
+//! - Every way repeats bit for bit: sums have one order; cuDNN's backward is its deterministic one, unless
 //!   the call says that any order of its sums will do.
 //! - With our own kernels a row's bits depend on its own sequence alone: neither batch nor
 //!   neighbours in a packed batch change them.
@@ -21,6 +21,7 @@ mod fused;
 mod graph;
 mod hopper;
 mod native;
+mod one_pass;
 mod sums;
 
 use std::collections::HashMap;
@@ -34,6 +35,7 @@ use crate::kernel::{Kernel, View};
 use crate::sync::lock;
 use fused::{AttentionCase, FusedAttention};
 use graph::{CudnnHandle, GraphPlan, Refused, Stream, TargetGpu};
+use one_pass::PassScratch;
 
 /// Runs one kernel of this family.
 ///
@@ -54,6 +56,11 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             }
             Kernel::AttentionGrad(spec) => {
                 match wanted(call, FusedAttention::backward(spec, call.src, call.dst))? {
+                    Some(fused)
+                        if way() == AttentionChoice::Best && one_pass::run(call, spec, &fused)? =>
+                    {
+                        Ok(())
+                    }
                     // With o and the statistics as they are with sinks, the gradients of the others
                     // are what they are.
                     Some(fused) if by_cudnn(call, &fused)? => native::sink_gradient(call, spec),
@@ -77,13 +84,16 @@ pub(super) fn scratch(
     match kernel {
         Kernel::Attention(spec) => bytes(FusedAttention::forward(spec, src, dst)),
         Kernel::AttentionGrad(spec) => {
-            let native = native::delta_bytes(src[0].as_ref().expect("q is always there"));
-            let fused = if library_backward {
-                FusedAttention::backward(spec, src, dst)
-            } else {
-                None
+            let q = src[0].as_ref().expect("q is always there");
+            let fused = match library_backward {
+                true => FusedAttention::backward(spec, src, dst),
+                false => None,
             };
-            native.max(bytes(fused))
+            let pass = fused
+                .as_ref()
+                .and_then(|fused| PassScratch::of(fused, spec, q))
+                .map_or(0, |scratch| scratch.bytes);
+            native::delta_bytes(q).max(pass).max(bytes(fused))
         }
         _ => 0,
     }
@@ -92,6 +102,7 @@ pub(super) fn scratch(
 /// Every variant that models use.
 pub(super) fn units() -> Vec<Unit> {
     let own = native::units().into_iter().chain(hopper::units());
+    let own = own.chain(one_pass::units());
     own.chain(sums::units()).collect()
 }
 

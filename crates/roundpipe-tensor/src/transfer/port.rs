@@ -166,6 +166,8 @@ impl Port {
         let dense = self.worker.contiguous(&tensor.detach())?;
         self.worker.check_home("send", &dense)?;
         let (dtype, shape) = (dense.dtype(), *dense.shape());
+        // Until the copy is queued; from then on a move waits for it.
+        let _pin = dense.pinned();
         if !self.worker.device().moves_bytes() {
             let written = self.lane(LaneKind::ActivationDownload).record()?;
             self.hold(dense, written);
@@ -199,6 +201,7 @@ impl Port {
 
     /// Keeps what is on its way out.
     fn hold(&self, dense: Tensor, written: Event) {
+        dense.read_until(&written);
         let mut outbox = lock(&self.outbox);
         let task = outbox.task;
         outbox.sent.push_back((task, dense, written));
@@ -331,7 +334,8 @@ impl Port {
     }
 
     /// Starts a download into memory of the caller's, in the gradient lane, behind `after`: one range
-    /// behind the other, each in one copy, with a flight of its own that keeps both ends.
+    /// behind the other, each in one copy, with a flight of its own that keeps both ends. A tensor
+    /// that may be moved was pinned before `after`.
     ///
     /// # Errors
     /// When sizes differ or the device refuses.
@@ -367,7 +371,9 @@ impl Port {
             // SAFETY: the flight below owns the tensor and the host range until the lane has passed
             // (and a failed copy or record leaves the lane dry); the lane waits for the
             // kernel that wrote the tensor (`after`).
-            if let Err(error) = unsafe { lane.copy(&copy) } {
+            if copy.bytes > 0
+                && let Err(error) = unsafe { lane.copy(&copy) }
+            {
                 drain_lane(lane);
                 return Err(error);
             }

@@ -110,6 +110,13 @@ impl Slot {
         })
     }
 
+    /// Whether the last use of its memory has ended, so that filling it waits for no kernel.
+    pub fn is_free(&self) -> bool {
+        let free = self.free.as_ref();
+        // A lane that failed has run dry.
+        free.is_none_or(|event| event.passed().unwrap_or(true))
+    }
+
     /// Starts filling it in the parameter lane, in chunks of at most `chunk` bytes (rule 8; the
     /// host waits for all but the last four chunks). The flight keeps the host memory.
     ///

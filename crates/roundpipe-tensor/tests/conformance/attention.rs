@@ -828,6 +828,39 @@ fn long_sequences_in_blocks() {
     }
 }
 
+/// Blocks of a GPU that add to the same gradients do so in one order: the same bits every time, with
+/// one block of keys and with many, for groups of one head and of several; and close to what packed
+/// sequences get, which have kernels without such sums.
+#[test]
+fn exact_gradients_repeat() {
+    let Some((worker, _turn)) = bed::gpu_alone() else {
+        return;
+    };
+    let sizes = [
+        (128, (1, 1)),
+        (256, (6, 2)),
+        (384, (8, 1)),
+        (1024, (16, 8)),
+        (4096, (32, 4)),
+    ];
+    let count = if bed::brief() { 2 } else { sizes.len() };
+    for (rows, heads) in sizes.into_iter().take(count) {
+        for dtype in [DType::BF16, DType::F16] {
+            let name = format!("{rows} rows, {heads:?} heads, {dtype}");
+            let mut inputs = qkv(1, rows, rows, heads, 128, 128);
+            let once = || run(worker, &inputs, dtype, &attend(CAUSAL), true).unwrap();
+            let first = once();
+            for _ in 0..4 {
+                assert!(once() == first, "{name}: a GPU does not repeat itself");
+            }
+            let all = lens(&[0, rows as i64]);
+            inputs.extend([all.clone(), all]);
+            let packed = run(worker, &inputs, dtype, &attend(CAUSAL), true).unwrap();
+            close(&name, &first.grads, &packed.grads, 1e-2);
+        }
+    }
+}
+
 /// Where any order of additions will do, gradients are the same but for rounding.
 #[test]
 fn any_order_is_as_close() {

@@ -6,7 +6,7 @@
 
 use serde::Serialize;
 
-use super::{Prediction, Subject, exceeds_host, machine::Machine, predict};
+use super::{Prediction, Subject, exceeds_machine, machine::Machine, predict};
 use crate::error::{Error, Result};
 use crate::settings::{GrainName, Method, MomentsName, PinName, RuleName, Settings, TypeName};
 
@@ -71,7 +71,7 @@ pub fn ways_to_fit(subject: &Subject, settings: &Settings, machine: &Machine) ->
         for index in &chosen {
             (changes[*index].apply)(&mut changed);
         }
-        if exceeds_host(subject, &changed, machine).unwrap_or(true) {
+        if exceeds_machine(subject, &changed, machine).unwrap_or(true) {
             continue;
         }
         planned += 1;
@@ -261,4 +261,38 @@ fn changes(subject: &Subject, settings: &Settings) -> Vec<Change> {
         }
     }
     changes
+}
+
+#[cfg(test)]
+mod tests {
+    use roundpipe::Bytes;
+
+    use super::*;
+    use crate::cards;
+
+    /// A way that leaves the checkpoints larger than the disk is passed over without a plan.
+    #[test]
+    fn what_the_disk_cannot_hold_is_not_planned() {
+        let mut settings = Settings {
+            model: Some("qwen3-0.6b".to_owned()),
+            ..Settings::default()
+        };
+        let subject = Subject::open(&settings).unwrap();
+        let (count, card) = cards::parse("rtx4090").unwrap();
+        let mut machine = Machine::of_cards(count, card, None);
+        let exceeds = |settings: &Settings, machine: &Machine| {
+            exceeds_machine(&subject, settings, machine).unwrap()
+        };
+        assert!(
+            !exceeds(&settings, &machine),
+            "nothing is known of the disk"
+        );
+        machine.disk_free = Some(Bytes(1 << 30));
+        assert!(exceeds(&settings, &machine), "a checkpoint has 7 GB");
+        settings.method = Method::Lora;
+        assert!(!exceeds(&settings, &machine), "adapters are small");
+        settings.method = Method::Full;
+        machine.disk_free = Some(Bytes(1 << 40));
+        assert!(!exceeds(&settings, &machine));
+    }
 }

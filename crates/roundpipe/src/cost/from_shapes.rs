@@ -62,11 +62,13 @@ pub(crate) fn model_costs(
             .into_iter()
             .map(|(_, param)| param)
             .collect();
-        let run_in = |cx: Cx, worker: &Worker| -> Result<(Cx, Tree<Tensor>)> {
+        let run_in = |cx: Cx, worker: &Worker| -> Result<Counted> {
             let mut cx = cx.with_fp8(fp8);
+            let mut weights = Vec::with_capacity(params.len());
             for param in &params {
                 let tensor = worker.full(param.dtype(), *param.shape(), 0.0)?;
-                cx.bind(param, tensor, None)?;
+                cx.bind(param, tensor.clone(), None)?;
+                weights.push(tensor);
             }
             let place = |(dtype, shape, grad): Spec| {
                 let tensor = worker.full(dtype, shape, 0.0)?;
@@ -74,7 +76,11 @@ pub(crate) fn model_costs(
             };
             let given = value.clone().try_map(place)?;
             let output = layer.run(&mut cx, given)?;
-            Ok((cx, output))
+            Ok(Counted {
+                cx,
+                output,
+                _weights: weights,
+            })
         };
         let run = |worker: &Worker, record: bool| {
             let cx = if record {
@@ -85,14 +91,16 @@ pub(crate) fn model_costs(
             run_in(cx, worker)
         };
         let (next, forward) = meta::measure(device, |worker| {
-            let (_cx, output) = run(worker, false)?;
-            Ok(output.map_ref(|t| (t.dtype(), *t.shape(), t.requires_grad())))
+            let ran = run(worker, false)?;
+            Ok(ran
+                .output
+                .map_ref(|t| (t.dtype(), *t.shape(), t.requires_grad())))
         })?;
         let (_tape, recompute) = meta::measure(device, |worker| run(worker, true))?;
         let (saved, _) = meta::measure(device, |worker| {
             let cx = Cx::ahead(worker, training).with_recompute(Recompute::Later(None));
-            let (mut cx, _output) = run_in(cx, worker)?;
-            let saved = cx.take_saved().unwrap_or_default();
+            let mut ran = run_in(cx, worker)?;
+            let saved = ran.cx.take_saved().unwrap_or_default();
             Ok(saved
                 .iter()
                 .map(|t| (t.dtype(), *t.shape()))
@@ -106,7 +114,11 @@ pub(crate) fn model_costs(
             run_in(cx, worker)
         })?;
         let ((), both) = meta::measure(device, |worker| {
-            let (mut cx, output) = run(worker, true)?;
+            let Counted {
+                mut cx,
+                output,
+                _weights,
+            } = run(worker, true)?;
             let seeds = output.leaves().into_iter().filter(|t| t.requires_grad());
             let seed = |t: &Tensor| Ok((t.clone(), worker.full(t.dtype(), *t.shape(), 1.0)?));
             let seeds = seeds.map(seed).collect::<Result<Vec<_>>>()?;
@@ -127,6 +139,14 @@ pub(crate) fn model_costs(
         value = next;
     }
     Ok(LayerCosts { layers: costs })
+}
+
+/// A layer that ran while its costs are counted.
+struct Counted {
+    cx: Cx,
+    output: Tree<Tensor>,
+    /// A worker holds them until the job ends, while a tape lets go of each at its last use.
+    _weights: Vec<Tensor>,
 }
 
 /// What was counted of a layer.

@@ -364,14 +364,19 @@ impl Planner {
             .map(|stage| self.stage_needs(&budget, stage, key.grain, costs))
             .collect();
         let workers = self.ring.workers().len();
+        let mut link = self.link(key, &stages, costs, state);
         let checked = budget.call_needs(needs.clone(), workers).map(|checked| {
             let saved = saved_bytes(key, &stages, costs);
             let checked = CallNeeds {
                 host_bytes: saved,
                 ..checked
             };
-            let held = self.held_bytes(key, &checked, costs, state);
-            let checked = checked.holding(held);
+            let held = self.held_bytes(key, &checked, &link);
+            link.weights = link.weights.saturating_sub(held * workers as u64);
+            let checked = CallNeeds {
+                early_bytes: link.forward_excess() / workers as u64,
+                ..checked.holding(held)
+            };
             if key.recompute_all {
                 return CallNeeds {
                     kept_bytes: checked.kept_bytes.min(budget.kept),
@@ -379,7 +384,7 @@ impl Planner {
                     ..checked
                 };
             }
-            let pieces = self.piece_room(key, &checked, costs, state);
+            let pieces = self.piece_room(&checked, &link);
             CallNeeds { pieces, ..checked }
         });
         checked.map_err(|stage| {
@@ -402,19 +407,13 @@ impl Planner {
     /// Frozen weights that stay on each worker: as many as it takes until copies need no more time
     /// than kernels, of at most three quarters of what may stay. A byte there saves copies of it,
     /// which is worth much where the link is what a call waits for, and nothing elsewhere.
-    fn held_bytes(
-        &self,
-        key: &PlanKey,
-        needs: &CallNeeds,
-        costs: &LayerCosts,
-        state: &PlannerState,
-    ) -> u64 {
+    fn held_bytes(&self, key: &PlanKey, needs: &CallNeeds, link: &Link) -> u64 {
         let trains = key.kind != PlanKind::Infer;
         if !trains || !self.ring.least_budget().takes_spare {
             return 0;
         }
         let workers = self.ring.workers().len() as u64;
-        let excess = self.link(key, costs, state).excess_bytes(workers);
+        let excess = link.excess_bytes(workers);
         let store = &self.model.store;
         let frozen = |layer| store.frozen_part(layer).map_or(0, |part| part.bytes as u64);
         let frozen = self.layers.clone().map(frozen).sum::<u64>();
@@ -422,20 +421,12 @@ impl Planner {
     }
 
     /// What pieces of forwards may take in a call.
-    fn piece_room(
-        &self,
-        key: &PlanKey,
-        needs: &CallNeeds,
-        costs: &LayerCosts,
-        state: &PlannerState,
-    ) -> PieceRoom {
+    fn piece_room(&self, needs: &CallNeeds, link: &Link) -> PieceRoom {
         let budget = self.ring.least_budget();
         let for_next = budget.for_next_stage(needs.kept_bytes);
         let free = needs.kept_bytes - for_next;
         let saved = needs.host_bytes;
         let workers = self.ring.workers().len() as u64;
-        let mut link = self.link(key, costs, state);
-        link.weights = link.weights.saturating_sub(needs.held_bytes * workers);
         // Saved inputs stay first: that saves host memory. Where there are too many of them, the
         // link takes them, if it has time.
         let inputs = saved / workers;
@@ -470,11 +461,27 @@ impl Planner {
         }
     }
 
-    /// What the link to the devices has to do in a call.
-    fn link(&self, key: &PlanKey, costs: &LayerCosts, state: &PlannerState) -> Link {
-        let all = 0..self.layers.len();
+    /// What the link to the devices has to do in a call of these stages.
+    fn link(
+        &self,
+        key: &PlanKey,
+        stages: &[Stage],
+        costs: &LayerCosts,
+        state: &PlannerState,
+    ) -> Link {
         let count = key.microbatches as f64;
-        let back_ms = costs.recompute_ms(all.clone()) + costs.backward_ms(all.clone());
+        let kernels_ms = |pass: Pass| {
+            let stages = stages.iter().filter(|stage| stage.pass == pass);
+            let ms = stages.map(|stage| {
+                let layers = || stage.layers.clone();
+                match pass {
+                    Pass::Forward => costs.forward_ms(layers()),
+                    Pass::Backward => costs.recompute_ms(layers()) + costs.backward_ms(layers()),
+                    Pass::Fused => costs.forward_ms(layers()) + costs.backward_ms(layers()),
+                }
+            });
+            ms.sum::<f64>() * count
+        };
         // Lanes share the link, so each is at most as fast as the link is.
         let fastest = |lanes: [LaneKind; 2]| {
             let rates = lanes.map(|lane| state.rates.bytes_per_ms(lane));
@@ -482,9 +489,10 @@ impl Planner {
         };
         Link {
             exists: !self.ring.is_host(),
-            weights: costs.bytes(all.clone()),
-            forward_ms: costs.forward_ms(all) * count,
-            backward_ms: back_ms * count,
+            weights: costs.bytes(0..self.layers.len()),
+            forward_ms: kernels_ms(Pass::Forward),
+            fused_ms: kernels_ms(Pass::Fused),
+            backward_ms: kernels_ms(Pass::Backward),
             up_bytes_per_ms: fastest([LaneKind::ParamUpload, LaneKind::ActivationUpload]),
             down_bytes_per_ms: fastest([LaneKind::ActivationDownload, LaneKind::GradDownload]),
         }
@@ -661,8 +669,9 @@ struct Link {
     exists: bool,
     /// That a backward brings anyway.
     weights: u64,
-    /// What all kernels of forwards take, and of backwards.
+    /// What the kernels of all forward stages take, of fused ones, and of backward ones.
     forward_ms: f64,
+    fused_ms: f64,
     backward_ms: f64,
     up_bytes_per_ms: f64,
     down_bytes_per_ms: f64,
@@ -676,22 +685,37 @@ impl Link {
         if !self.exists {
             return 0;
         }
-        let kernels_ms = self.forward_ms + self.backward_ms;
+        let kernels_ms = self.forward_ms + self.fused_ms + self.backward_ms;
         let excess = 2.0 * self.weights as f64 - kernels_ms * self.up_bytes_per_ms;
         excess.max(0.0) as u64 / workers.max(2)
     }
 
-    /// Of the time that kernels take, what copies beside them may take. Rates are rough before they
-    /// are measured, copies come in bursts, and forwards that wait for copies seem longer than they
-    /// are: with 0.8 a plan made from such times sent 24 GiB where 17 GiB still hid behind kernels.
-    const SHARE: f64 = 0.6;
+    /// The weights that do not come in while the kernels of forwards run.
+    fn forward_excess(&self) -> u64 {
+        /// The part of the time in which copies follow each other.
+        const BUSY: f64 = 0.75;
+        if !self.exists {
+            return 0;
+        }
+        let beside = BUSY * self.forward_ms * self.up_bytes_per_ms;
+        (self.weights as f64 - beside).max(0.0) as u64
+    }
+
+    /// Of the time that kernels of backwards take, what copies beside them may take: rates are
+    /// rough before they are measured, and copies come in bursts.
+    const BACKWARD_SHARE: f64 = 0.6;
+
+    /// The same of forwards. A piece that leaves has until its recompute, beside the fused stage
+    /// too, so this is more. With 1.3 a plan sent 24 GiB where 17 GiB still hid behind kernels.
+    const FORWARD_SHARE: f64 = 0.9;
 
     /// Bytes that may travel beside these, down beside the forwards and up beside the backwards;
     /// `None` if there is no time for these. In host memory nothing travels, and a value that stays
     /// saves a copy.
     fn spare_bytes(&self, saved: u64) -> Option<u64> {
-        let down = Self::SHARE * self.forward_ms * self.down_bytes_per_ms;
-        let up = Self::SHARE * self.backward_ms * self.up_bytes_per_ms - self.weights as f64;
+        let down = Self::FORWARD_SHARE * self.forward_ms * self.down_bytes_per_ms;
+        let up = Self::BACKWARD_SHARE * self.backward_ms * self.up_bytes_per_ms;
+        let up = up - self.weights as f64;
         let spare = down.min(up) - saved as f64;
         (self.exists && spare >= 0.0).then_some(spare as u64)
     }
@@ -737,6 +761,30 @@ impl PlannerState {
 mod tests {
     use super::*;
 
+    /// What comes early is what copies beside forwards leave over, and pieces go to host memory by
+    /// the time of forward and backward stages, not of fused ones.
+    #[test]
+    fn the_link_is_shared_by_passes() {
+        let mut link = Link {
+            exists: true,
+            weights: 1000,
+            forward_ms: 10.0,
+            fused_ms: 7.0,
+            backward_ms: 60.0,
+            up_bytes_per_ms: 50.0,
+            down_bytes_per_ms: 50.0,
+        };
+        assert_eq!(link.forward_excess(), 1000 - 375);
+        assert_eq!(link.spare_bytes(50), Some(450 - 50), "down beside forwards");
+        link.fused_ms = 70.0;
+        assert_eq!(link.spare_bytes(50), Some(400));
+        link.backward_ms = 40.0;
+        assert_eq!(link.spare_bytes(50), Some(1200 - 1000 - 50), "up");
+        assert_eq!(link.spare_bytes(201), None);
+        link.forward_ms = 30.0;
+        assert_eq!(link.forward_excess(), 0);
+    }
+
     /// A first call that compiles for a second must not be seen in averages of milliseconds.
     #[test]
     fn times_of_the_first_call_are_forgotten() {
@@ -768,6 +816,7 @@ mod tests {
                 pieces: PieceRoom::default(),
                 host_bytes: 0,
                 held_bytes: 0,
+                early_bytes: 0,
             },
             costs: LayerCosts::default(),
             rates: CopyRates::default(),

@@ -105,6 +105,12 @@ pub(crate) struct CallSpec {
 }
 
 impl CallSpec {
+    /// What weights of later jobs may take on a stage's worker while it runs.
+    pub fn early_room(&self, stage: usize) -> u64 {
+        let left = self.keep.left.get(stage).copied().unwrap_or(0);
+        left.min(self.needs.early_bytes)
+    }
+
     /// The backward or fused stage of a layer.
     pub fn backward_stage(&self, layer: usize) -> Option<usize> {
         if !self.trains {

@@ -8,19 +8,25 @@
 //! 1. Weights are read once the version that the call asks for has been published, under a ticket
 //!    that keeps the optimizer from writing there until the last chunk has landed.
 //! 2. A gradient is written once the update before has read the one that lies there.
-//! 3. At most [`MOST_DOWNLOADS`] jobs' gradients of a worker are on their way; the launcher waits for
+//! 3. Weights that come early are sent while the next upload that a job asked for cannot begin: its
+//!    version is not published, or kernels still use its memory. They wait for their own memory to
+//!    be free, so that no other copy stands behind kernels that they wait for.
+//! 4. At most [`MOST_DOWNLOADS`] jobs' gradients of a worker are on their way; the launcher waits for
 //!    room.
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
-use roundpipe_tensor::device::Event;
+use roundpipe_tensor::device::{Event, Flight};
 use roundpipe_tensor::host::HostMut;
 use roundpipe_tensor::transfer::{FilledSlot, Port, Slot, SlotSegment};
 use roundpipe_tensor::{HostBuf, Tensor, nvtx};
 
 use super::call::Call;
+use super::early_weights::EarlyRequest;
 use crate::error::{Error, Result};
 use crate::sync::{lock, unpoisoned};
 use crate::version::ReadTicket;
@@ -28,6 +34,8 @@ use crate::version::ReadTicket;
 /// Weights and gradients travel in pieces of this size, so that activations can pass between them.
 const CHUNK: u64 = 16 << 20;
 const MOST_DOWNLOADS: usize = 2;
+/// How often uploads that cannot begin are looked at while some of them are early.
+const READY_POLL: Duration = Duration::from_micros(100);
 
 /// A layer's weights to bring.
 pub(crate) struct WeightUpload {
@@ -38,6 +46,20 @@ pub(crate) struct WeightUpload {
     pub slot: Slot,
     pub frozen: FrozenTarget,
     pub tickets: Vec<ReadTicket>,
+}
+
+impl WeightUpload {
+    /// Whether its copy would wait for nothing.
+    fn is_ready(&self) -> bool {
+        let frozen = match &self.frozen {
+            FrozenTarget::OwnSlot(_, slot) => slot.is_free(),
+            FrozenTarget::SameSlot | FrozenTarget::Held(_) => true,
+        };
+        let is_free = frozen && self.slot.is_free();
+        let is_published = self.tickets.iter().all(ReadTicket::is_readable);
+        // That of a failed call ends at once.
+        self.call.has_failed() || is_free && is_published
+    }
 }
 
 /// Where the frozen weights of a layer go, which stand behind the others in its block.
@@ -83,16 +105,24 @@ pub(crate) enum CopyThreads {
     Inline(Arc<Port>),
     /// Two threads.
     Threads {
-        uploads: Sender<WeightUpload>,
+        uploads: Sender<Upload>,
         downloads: Sender<GradientDownload>,
         room: Room,
     },
 }
 
+/// What the thread that brings weights is asked for.
+pub(crate) enum Upload {
+    /// By a job, in the order of jobs.
+    Asked(WeightUpload),
+    /// For a later job, when there is time.
+    Early(EarlyRequest),
+}
+
 impl CopyThreads {
     /// Starts the threads of a worker.
     pub fn start(port: &Arc<Port>, threads: &mut Vec<JoinHandle<()>>) -> Result<Self> {
-        let (uploads, to_upload) = channel::<WeightUpload>();
+        let (uploads, to_upload) = channel::<Upload>();
         let (downloads, to_download) = channel::<GradientDownload>();
         let room: Room = Arc::default();
         let id = port.worker().device().id();
@@ -100,7 +130,7 @@ impl CopyThreads {
         let down = port.clone();
         let freed = room.clone();
         threads.push(spawn(format!("{id} up"), move || {
-            upload_all(&up, &to_upload);
+            upload_all(&up, to_upload);
         })?);
         threads.push(spawn(format!("{id} down"), move || {
             download_all(&down, &to_download, &freed);
@@ -119,7 +149,15 @@ impl CopyThreads {
         match self {
             Self::Inline(port) => upload_weights(port, upload),
             // The thread ends only after this sender is gone, so the message arrives.
-            Self::Threads { uploads, .. } => drop(uploads.send(upload)),
+            Self::Threads { uploads, .. } => drop(uploads.send(Upload::Asked(upload))),
+        }
+    }
+
+    /// Brings frozen weights of a later job when there is time.
+    pub fn upload_early(&self, request: EarlyRequest) {
+        match self {
+            Self::Inline(port) => upload_early(port, request),
+            Self::Threads { uploads, .. } => drop(uploads.send(Upload::Early(request))),
         }
     }
 
@@ -165,9 +203,67 @@ fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<JoinHandl
     })
 }
 
-fn upload_all(port: &Port, uploads: &Receiver<WeightUpload>) {
-    for upload in uploads {
-        upload_weights(port, upload);
+fn upload_all(port: &Port, uploads: Receiver<Upload>) {
+    let mut waiting = WaitingUploads::new(uploads);
+    while let Some(upload) = waiting.next() {
+        match upload {
+            Upload::Asked(upload) => upload_weights(port, upload),
+            Upload::Early(request) => upload_early(port, request),
+        }
+    }
+}
+
+/// Uploads that were asked for, in the order in which they are made.
+struct WaitingUploads {
+    uploads: Receiver<Upload>,
+    asked: VecDeque<WeightUpload>,
+    early: VecDeque<EarlyRequest>,
+}
+
+impl WaitingUploads {
+    fn new(uploads: Receiver<Upload>) -> Self {
+        Self {
+            uploads,
+            asked: VecDeque::new(),
+            early: VecDeque::new(),
+        }
+    }
+
+    fn sort_in(&mut self, upload: Upload) {
+        match upload {
+            Upload::Asked(upload) => self.asked.push_back(upload),
+            Upload::Early(request) => self.early.push_back(request),
+        }
+    }
+
+    /// The next upload to make; `None` when there will be none.
+    fn next(&mut self) -> Option<Upload> {
+        loop {
+            while let Ok(upload) = self.uploads.try_recv() {
+                self.sort_in(upload);
+            }
+            let asked = self.asked.front();
+            // Without early ones there is nothing better to do than to wait for it.
+            if asked.is_some_and(|upload| self.early.is_empty() || upload.is_ready()) {
+                return self.asked.pop_front().map(Upload::Asked);
+            }
+            let early = self.early.front();
+            if early.is_some_and(|request| request.upload.is_ready()) {
+                return self.early.pop_front().map(Upload::Early);
+            }
+            let received = match self.early.is_empty() {
+                true => self.uploads.recv().map_err(RecvTimeoutError::from),
+                false => self.uploads.recv_timeout(READY_POLL),
+            };
+            match received {
+                Ok(upload) => self.sort_in(upload),
+                Err(RecvTimeoutError::Timeout) => {}
+                // The launcher is gone, and with it every job that would want early ones.
+                Err(RecvTimeoutError::Disconnected) => {
+                    return self.asked.pop_front().map(Upload::Asked);
+                }
+            }
+        }
     }
 }
 
@@ -245,6 +341,46 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
     // The chunks have been read; the optimizer may write there now.
     drop(tickets);
     Ok(())
+}
+
+fn upload_early(port: &Port, request: EarlyRequest) {
+    let Some(slot) = request.upload.start() else {
+        return;
+    };
+    let call = request.upload.call();
+    match fill_frozen(port, call, &request, slot) {
+        Ok((filled, flight)) => {
+            request.upload.finish(Ok(filled));
+            // A failure of the lane reaches the job through its kernels.
+            let _ = flight.land();
+        }
+        Err(error) => request.upload.finish(Err(error)),
+    }
+    call.end_part();
+}
+
+/// Starts filling a slot with the frozen weights of a layer.
+fn fill_frozen(
+    port: &Port,
+    call: &Call,
+    request: &EarlyRequest,
+    slot: Slot,
+) -> Result<(FilledSlot, Flight<Vec<SlotSegment>>)> {
+    let spec = &call.spec;
+    let mut segments = Vec::new();
+    for segment in spec.model.store.segments(request.layer, spec.version)? {
+        let Some(offset) = segment.block_offset.checked_sub(request.block_offset) else {
+            continue;
+        };
+        segments.push(SlotSegment {
+            host: segment.data.read_all()?,
+            offset: offset as u64,
+        });
+    }
+    // A trace tells these copies from those that a job waits for.
+    let name = format!("{}, early", spec.model.layers[request.layer].0);
+    let _range = nvtx::range(|| format!("{} weights of {name}, in", spec.model.name));
+    Ok(slot.fill(&name, segments, CHUNK, port.log())?)
 }
 
 /// Waits until the version that a call reads exists.

@@ -20,6 +20,7 @@ use super::backward::Prefetched;
 use super::call::{Call, Timed};
 use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
 use super::early_rows::ArrivingRows;
+use super::early_weights::EarlyWeights;
 use super::held_weights::HeldWeights;
 use super::queue::{JobQueue, StageJob};
 use super::run_layer::LoadedLayer;
@@ -51,10 +52,12 @@ pub(crate) struct Launcher {
     pub(super) held: Vec<HeldWeights>,
     /// The table of the current job, where its rows come apart.
     pub(super) rows: Option<ArrivingRows>,
+    /// Frozen weights of the jobs behind the next one, in the order of the jobs.
+    pub(super) early: Vec<EarlyWeights>,
     /// The call of the current job.
     pub(super) call: Weak<Call>,
     /// Where jobs come from; `None` in the serial executor, which hands them over.
-    queue: Option<Arc<JobQueue>>,
+    pub(super) queue: Option<Arc<JobQueue>>,
     /// The job behind the current one, whose weights may be on their way.
     pub(super) next: Option<StageJob>,
 }
@@ -80,6 +83,7 @@ impl Launcher {
             resident: Vec::new(),
             held: Vec::new(),
             rows: None,
+            early: Vec::new(),
             call: Weak::new(),
             queue,
             next: None,
@@ -118,6 +122,7 @@ impl Launcher {
         if call.has_failed() {
             // Values of other calls stay: their jobs take turns with this call's on the worker.
             self.forget_values(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
+            self.drop_early_of_failed();
         }
         if failed_here {
             // Work of the job may still be queued on the device, and fail in its own way.
@@ -187,8 +192,10 @@ impl Launcher {
             return;
         };
         if !next.call.has_failed() {
-            // Values that will stay come on top of what the tasks of the job work in.
-            let working = next.needs().task.saturating_add(self.kept.room());
+            // Values that will stay come on top of what the tasks of the job work in. What came
+            // early has their room for a while.
+            let will_stay = self.kept.room().saturating_sub(self.early_bytes());
+            let working = next.needs().task.saturating_add(will_stay);
             // An error is not lost: the job requests its weights again when it starts. Usually
             // there is no room for two stages beside the working memory of the tasks.
             let _ = self.request_weights(&mut next, Some(working));
@@ -224,6 +231,7 @@ impl Launcher {
             self.claim_working(&task)?;
             // Behind the claim, so that the next weights leave this task its room.
             self.look_ahead();
+            self.fetch_early(&task);
             match pass {
                 Pass::Forward => self.forward(job, &mut loaded, &task, &mut next_input)?,
                 Pass::Fused => self.fused(job, &mut loaded, &task, &mut next_input)?,
@@ -241,7 +249,9 @@ impl Launcher {
             let place = call.spec.task_place(stage, None, None);
             call.data.watch(place, faults.clone());
         }
-        self.worker = self.port.worker().reporting_to(faults);
+        // Gradients and outputs that other threads copy are pinned in `download` and
+        // `resident_output`.
+        self.worker = self.port.worker().reporting_to(faults).moving();
         Ok(())
     }
 
@@ -366,6 +376,12 @@ impl Launcher {
             Err(error) if error.is_device_full() => {}
             requested => return requested,
         }
+        while self.drop_last_early() {
+            match self.request_weights(job, Some(working)) {
+                Err(error) if error.is_device_full() => {}
+                requested => return requested,
+            }
+        }
         // Pieces of forwards first: they cost a recompute, not a copy to the host and back.
         while self.kept.drop_piece_at_frontier() {
             match self.request_weights(job, Some(working)) {
@@ -408,6 +424,11 @@ impl Launcher {
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
+        while self.drop_last_early() {
+            if self.worker.pool().claim_working(bytes) {
+                return Ok(());
+            }
+        }
         // Then what lies in the way and can be computed again.
         while self.kept.drop_piece_at_frontier() {
             if self.worker.pool().claim_working(bytes) {
@@ -438,6 +459,7 @@ impl Launcher {
         // A job that uses resident weights holds their tensors itself.
         self.resident.clear();
         self.held.clear();
+        self.drop_early();
         self.prefetched.drop_pieces();
         self.kept.spill(&self.port)?;
         // Behind the spill, whose sources are in the outbox now.
@@ -452,6 +474,8 @@ impl Launcher {
             .worker()
             .device()
             .lane(planted::lane_before_gradients());
+        // Before the point that the copies wait for: a move behind it would be too late for them.
+        gradients.iter().for_each(|gradient| gradient.tensor.pin());
         let after = lane.record().map_err(|error| task.error(None, error))?;
         // The `down` thread waits for this point; the launcher goes on with its next job.
         self.copies.download(GradientDownload {

@@ -7,6 +7,8 @@ use super::call::Call;
 use super::early_rows::RowSlots;
 use super::weights::WeightSource;
 use crate::budget::StageNeeds;
+use crate::config::Grain;
+use crate::plan::Pass;
 use crate::sync::{lock, unpoisoned};
 use crate::version::ReadTicket;
 
@@ -26,6 +28,17 @@ impl StageJob {
     /// What it needs of its worker.
     pub fn needs(&self) -> StageNeeds {
         self.call.spec.needs.stages[self.stage]
+    }
+
+    /// The layers of a stage in the order in which their weights are needed.
+    pub fn layers_in_order(call: &Call, stage: usize) -> Vec<usize> {
+        let stage = &call.spec.stages[stage];
+        let mut layers: Vec<usize> = stage.layers.clone().collect();
+        if stage.pass == Pass::Backward && call.spec.grain == Grain::Layer {
+            // Recomputing layer by layer begins with the last.
+            layers.reverse();
+        }
+        layers
     }
 
     pub fn new(call: Arc<Call>, stage: usize, tickets: HashMap<usize, Vec<ReadTicket>>) -> Self {
@@ -71,6 +84,13 @@ impl JobQueue {
     /// The next job, if there is one.
     pub fn try_pop(&self) -> Option<StageJob> {
         self.lock().jobs.pop_front()
+    }
+
+    /// The calls and stages of the next jobs, at most so many.
+    pub fn upcoming(&self, most: usize) -> Vec<(Arc<Call>, usize)> {
+        let state = self.lock();
+        let jobs = state.jobs.iter().take(most);
+        jobs.map(|job| (job.call.clone(), job.stage)).collect()
     }
 
     /// Waits for the next job; `None` when the queue is closed and empty.

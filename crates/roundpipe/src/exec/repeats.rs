@@ -101,6 +101,8 @@ pub(crate) struct KeepPlan {
     pub worker_bytes: HashMap<usize, u64>,
     /// What leaves for host memory.
     pub host_bytes: u64,
+    /// By stage, what they leave of the room on its worker while it runs.
+    pub left: Vec<u64>,
 }
 
 impl Repeats {
@@ -147,6 +149,7 @@ impl Repeats {
     ) -> KeepPlan {
         let mut plan = KeepPlan::default();
         if room.is_empty() || recomputed.is_empty() {
+            plan.left = room.stages.iter().map(|room| room.stay).collect();
             return plan;
         }
         let largest = self.largest();
@@ -179,6 +182,7 @@ impl Repeats {
             let worth = next.map(|choice| Worth(choice.seconds_per_byte()));
             queue.extend(worth.map(|worth| (worth, turn, place)));
         }
+        plan.left = (0..workers.len()).map(|stage| use_of.left(stage)).collect();
         plan.worker_bytes = use_of.worker_bytes;
         plan.host_bytes = use_of.host_bytes;
         plan

@@ -17,13 +17,13 @@ use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
 use super::call::Call;
 use super::copy_threads::{FilledWeights, FrozenTarget, WeightUpload};
 use super::early_rows::TABLE;
+use super::early_weights::EarlyUpload;
 use super::held_weights::HeldWeights;
 use super::launcher::Launcher;
 use super::model::Model;
 use super::queue::StageJob;
 use super::run_layer::LoadedLayer;
 use super::task::Task;
-use crate::config::Grain;
 use crate::error::Result;
 use crate::plan::Pass;
 use crate::store::{FrozenPart, StoreLayer, StoredParam};
@@ -47,6 +47,8 @@ pub(crate) enum FrozenSource {
     Stays(FrozenPart),
     /// Still on the worker, from an earlier call; by parameter.
     Held(FrozenPart, Vec<Option<Tensor>>),
+    /// In memory of their own, which is filled before the others.
+    Early(FrozenPart, Arc<EarlyUpload>),
 }
 
 impl FrozenSource {
@@ -56,7 +58,7 @@ impl FrozenSource {
             // Without trained weights, the slot of the layer is the one that stays.
             Self::Stays(part) if part.block_offset > 0 => (part.block_offset, Some(part.bytes)),
             Self::SameSlot | Self::Stays(_) => (layer.block_bytes(), None),
-            Self::Held(part, _) => (part.block_offset, None),
+            Self::Held(part, _) | Self::Early(part, _) => (part.block_offset, None),
         }
     }
 }
@@ -96,7 +98,7 @@ impl ResidentWeights {
 pub(super) struct LoadedLayers(pub HashMap<usize, LoadedLayer>);
 
 impl Launcher {
-    fn weight_source(&self, call: &Call, layer: usize) -> WeightSource {
+    fn weight_source(&self, call: &Call, stage: usize, layer: usize) -> WeightSource {
         if self.worker().device().aliases_host() {
             return WeightSource::Host;
         }
@@ -107,7 +109,7 @@ impl Launcher {
         if let Some(weights) = resident {
             return WeightSource::Resident(weights.tensors.clone());
         }
-        let frozen = self.frozen_source(call, layer);
+        let frozen = self.frozen_source(call, stage, layer);
         if let FrozenSource::Held(_, tensors) = &frozen
             && let Some(all) = tensors.iter().cloned().collect::<Option<Vec<Tensor>>>()
         {
@@ -116,14 +118,17 @@ impl Launcher {
         WeightSource::Upload(frozen)
     }
 
-    fn frozen_source(&self, call: &Call, layer: usize) -> FrozenSource {
-        let spec = &call.spec;
-        let model = &spec.model;
-        // A layer that sets buffers has new ones without a new version.
-        let stays = spec.hold.has(self.index, layer) && !model.sets_buffers.load(Ordering::SeqCst);
-        let Some(part) = stays.then(|| model.store.frozen_part(layer)).flatten() else {
+    fn frozen_source(&self, call: &Call, stage: usize, layer: usize) -> FrozenSource {
+        let model = &call.spec.model;
+        let Some(part) = frozen_part(call, layer) else {
             return FrozenSource::SameSlot;
         };
+        if !call.spec.hold.has(self.index, layer) {
+            let early = self.find_early(call, stage, layer, &part);
+            return early.map_or(FrozenSource::SameSlot, |early| {
+                FrozenSource::Early(part, early)
+            });
+        }
         let mut held = self.held.iter();
         match held.find(|held| held.are_of(model, layer) && held.writes == part.writes) {
             Some(held) => FrozenSource::Held(part, held.tensors.clone()),
@@ -146,22 +151,20 @@ impl Launcher {
             return Ok(());
         }
         let call = job.call.clone();
-        let stage = &call.spec.stages[job.stage];
-        let mut layers: Vec<usize> = stage.layers.clone().collect();
-        if stage.pass == Pass::Backward && call.spec.grain == Grain::Layer {
-            // Recomputing layer by layer begins with the last.
-            layers.reverse();
-        }
         let mut slots = Vec::new();
         let mut sources = HashMap::new();
+        let mut early = Vec::new();
         let mut rows = None;
-        for layer in layers {
+        for layer in StageJob::layers_in_order(&call, job.stage) {
             rows = rows.or_else(|| self.reserve_rows(job, layer, beside));
             if layer == TABLE && rows.is_some() {
                 continue;
             }
-            let source = self.weight_source(&call, layer);
+            let source = self.weight_source(&call, job.stage, layer);
             if let WeightSource::Upload(frozen) = &source {
+                if matches!(frozen, FrozenSource::Early(..)) {
+                    early.push(layer);
+                }
                 let reserved = self.reserve(call.spec.model.store.layer(layer), frozen, beside);
                 let (slot, target) = reserved
                     .map_err(|error| call.error_at(job.stage, Some(layer), Some(0), error))?;
@@ -173,6 +176,7 @@ impl Launcher {
         // dropped and nothing was requested.
         job.weights = Some(sources);
         job.rows = rows;
+        self.take_early(&call, job.stage, &early);
         for (layer, slot, frozen) in slots {
             self.copies.upload(WeightUpload {
                 call: call.clone(),
@@ -206,6 +210,11 @@ impl Launcher {
                 FrozenTarget::OwnSlot(part.block_offset, slot(bytes)?)
             }
             (FrozenSource::Held(part, _), _) => FrozenTarget::Held(part.block_offset),
+            // A copy that has not begun is made in the order of the jobs from here on.
+            (FrozenSource::Early(part, early), _) => match early.call_off() {
+                Some(slot) => FrozenTarget::OwnSlot(part.block_offset, slot),
+                None => FrozenTarget::Held(part.block_offset),
+            },
             _ => FrozenTarget::SameSlot,
         };
         Ok((slot(bytes)?, target))
@@ -296,7 +305,10 @@ impl Launcher {
         layer: usize,
         source: &FrozenSource,
     ) -> Result<Vec<Tensor>> {
-        let uploaded = task.call.wait_weights(&self.who, task.stage, layer)?;
+        let mut uploaded = task.call.wait_weights(&self.who, task.stage, layer)?;
+        if let (FrozenSource::Early(_, early), None) = (source, &uploaded.frozen) {
+            uploaded.frozen = Some(early.wait()?);
+        }
         let params = task.spec().model.store.layer(layer).params();
         let tensors = weights_in(params, uploaded, source);
         tensors.map_err(|error| task.error(Some(layer), error))
@@ -370,6 +382,16 @@ impl Launcher {
     }
 }
 
+/// The frozen weights of a layer that may lie apart from its others.
+pub(super) fn frozen_part(call: &Call, layer: usize) -> Option<FrozenPart> {
+    let model = &call.spec.model;
+    // A layer that sets buffers has new ones without a new version.
+    if model.sets_buffers.load(Ordering::SeqCst) {
+        return None;
+    }
+    model.store.frozen_part(layer)
+}
+
 /// A layer's tensors, in the order of its parameters, from where they lie.
 fn weights_in(
     params: &[StoredParam],
@@ -387,7 +409,7 @@ fn weights_in(
     let FilledWeights { slot, frozen } = uploaded;
     let frozen: Vec<Tensor> = match (source, frozen) {
         (FrozenSource::Held(_, tensors), _) => tensors.iter().flatten().cloned().collect(),
-        (FrozenSource::Stays(part), Some(apart)) => {
+        (FrozenSource::Stays(part) | FrozenSource::Early(part, _), Some(apart)) => {
             apart.tensors(&places(&|param| !param.trainable, part.block_offset))?
         }
         _ => return slot.tensors(&places(&|_| true, 0)),

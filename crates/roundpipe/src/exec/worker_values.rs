@@ -418,6 +418,8 @@ impl Launcher {
 
     /// An output that stays on this worker for later calls.
     pub(super) fn resident_output(&self, activation: &Activation) -> Leaf {
+        // The caller's thread reads it.
+        activation.tensor.pin();
         let resident = Resident {
             worker: self.index,
             tensor: activation.tensor.clone(),

@@ -46,7 +46,7 @@ impl Module for Adapted {
 }
 
 /// Six of them; the third has nothing to train.
-fn adapted() -> Sequential {
+pub fn adapted() -> Sequential {
     let mut init = Init::new(11, DType::F32);
     let mut linear = || Linear::new(&mut init, WIDTH, WIDTH, true).unwrap();
     let table = Param::zeros(DType::F32, &[TABLE]).unwrap().frozen();
@@ -63,14 +63,14 @@ fn adapted() -> Sequential {
     layers.fold(Sequential::new(), |model, layer| model.with(layer))
 }
 
-fn numbers(step: u64) -> HostTensor {
+pub fn numbers(step: u64) -> HostTensor {
     let values: Vec<f32> = (0..ROWS * WIDTH)
         .map(|i| (i as f32 * 0.7 + step as f32).cos())
         .collect();
     HostTensor::from_slice(&values, &[ROWS, WIDTH]).unwrap()
 }
 
-fn squares(
+pub fn squares(
     cx: &mut Cx,
     output: roundpipe::Tree,
     _: roundpipe::Tree,
@@ -87,16 +87,27 @@ fn engine(
     memory: Bytes,
     slow: bool,
 ) -> RoundPipe {
+    let options = RingOptions {
+        memory: Some(memory),
+        ..RingOptions::default()
+    };
+    engine_of(model, devices, options, slow)
+}
+
+/// As [`engine`], with other options of the ring.
+pub fn engine_of(
+    model: &Sequential,
+    devices: Vec<Arc<dyn Device>>,
+    options: RingOptions,
+    slow: bool,
+) -> RoundPipe {
     let engine = RoundPipe::builder(model.clone())
         .optimizer(Rule::AdamW(AdamW::default()))
         .optimizer_threads(1)
         .seed(models::SEED)
         .devices(devices)
         .run_config(RunConfig::default().num_microbatch(3))
-        .ring_options(RingOptions {
-            memory: Some(memory),
-            ..RingOptions::default()
-        })
+        .ring_options(options)
         .build()
         .unwrap();
     let rate = if slow { 1e3 } else { 1e15 };
@@ -128,6 +139,16 @@ fn change(param: &Param, new: impl Fn(f32) -> f32) {
 /// Trains; before the fourth step the frozen weights of one layer and the table are written, and
 /// after it the model is evaluated.
 fn train(model: &Sequential, engine: &RoundPipe, grain: Grain, lag: Lag) -> Vec<u64> {
+    train_with(model, engine, &config().recompute_grain(grain), lag)
+}
+
+/// As [`train`], by any plan.
+pub fn train_with(
+    model: &Sequential,
+    engine: &RoundPipe,
+    config: &RunConfig,
+    lag: Lag,
+) -> Vec<u64> {
     let mut losses = Vec::new();
     for step in 0..STEPS {
         if step == 3 {
@@ -139,8 +160,8 @@ fn train(model: &Sequential, engine: &RoundPipe, grain: Grain, lag: Lag) -> Vec<
             change(&named("1.frozen.weight"), |x| 2.0 * x);
             change(&named("0.table"), |x| x + 0.25);
         }
-        let config = config().recompute_grain(grain);
         let call = engine.train(numbers(step)).loss(squares);
+        let config = config.clone();
         losses.push(models::bits(&call.config(config).run().unwrap().losses));
         engine.update(&Update::new(0.01), lag).unwrap();
         if step == 3 {

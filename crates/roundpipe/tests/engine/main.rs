@@ -5,6 +5,7 @@ mod chains;
 mod checkpoint_files;
 mod checkpoints;
 mod data;
+mod early;
 mod early_rows;
 mod faults;
 mod finite;

@@ -569,8 +569,13 @@ impl Tight {
         model
     }
 
-    /// The losses of 20 steps, in bits.
-    fn train(&self, devices: Vec<Arc<dyn Device>>, arena: Bytes) -> roundpipe::Result<Vec<u64>> {
+    /// The losses of so many steps, in bits.
+    fn train(
+        &self,
+        devices: Vec<Arc<dyn Device>>,
+        arena: Bytes,
+        steps: usize,
+    ) -> roundpipe::Result<Vec<u64>> {
         let ring = RingOptions {
             memory: Some(arena),
             ..RingOptions::default()
@@ -593,7 +598,7 @@ impl Tight {
             _ => HostTensor::from_slice(&vec![1.0_f32; count], &shape)?,
         };
         let mut bits = Vec::new();
-        for _ in 0..20 {
+        for _ in 0..steps {
             let losses = engine.forward_backward(x.clone(), x.clone(), square)?;
             bits.extend(losses.each().iter().map(|loss| loss.to_bits()));
             engine.update(&Update::new(0.001), self.lag)?;
@@ -603,43 +608,101 @@ impl Tight {
     }
 }
 
-/// Random models, batches, grains, lags and workers in random amounts of memory: the planner refuses
-/// a case with a line that says what would fit, or its 20 steps run, with the bits of a large worker.
-#[test]
-fn an_accepted_plan_runs() {
-    let mut refused = 0;
-    let seeds = seeds(0..60);
-    let cases = seeds.end - seeds.start;
-    for seed in seeds {
-        let case = Tight::new(seed);
+/// A line of the planner, which says what would fit.
+fn is_refusal(error: &roundpipe::Error) -> bool {
+    let text = error.to_string();
+    text.starts_with("memory:") && text.contains("microbatches")
+}
+
+impl Tight {
+    /// Trains for 20 steps in so much memory, in a simulated world that checks every access; whether
+    /// the planner let it. An accepted plan must run, with the bits of a large worker.
+    fn runs_in(&self, arena: Bytes) -> bool {
         let world = SimWorld::new(SimConfig {
-            seed,
+            seed: self.seed,
             memory: Bytes::mib(64),
             ..SimConfig::default()
         })
         .unwrap();
-        let devices = world.workers(case.workers).into_iter().map(|d| d as _);
-        match case.train(devices.collect(), case.arena) {
-            Ok(bits) => {
-                let plain = case.train(models::cpus(1), Bytes::mib(64)).unwrap();
-                assert_eq!(bits, plain, "{case:?}");
+        let devices = world.workers(self.workers).into_iter().map(|d| d as _);
+        let trained = self.train(devices.collect(), arena, STEPS);
+        assert_eq!(world.races(), [], "{self:?} in {arena}");
+        let bits = match trained {
+            Err(error) if is_refusal(&error) => return false,
+            Err(error) => panic!("{self:?} in {arena} was accepted: {}", chain(&error)),
+            Ok(bits) => bits,
+        };
+        let plain = self.train(models::cpus(1), Bytes::mib(64), STEPS).unwrap();
+        assert_eq!(bits, plain, "{self:?} in {arena}");
+        true
+    }
+
+    /// The least memory that the planner accepts, to a step of blocks.
+    fn least_arena(&self) -> Bytes {
+        let is_accepted = |arena: u64| {
+            let metas = (0..self.workers).map(|_| Meta::like(DeviceKind::Sim) as _);
+            match self.train(metas.collect(), Bytes(arena), 1) {
+                Err(error) => !is_refusal(&error),
+                Ok(_) => true,
             }
-            Err(error) => {
-                let text = error.to_string();
-                let is_refusal = text.starts_with("memory:");
-                assert!(
-                    is_refusal && text.contains("microbatches"),
-                    "{case:?} was accepted: {}",
-                    chain(&error)
-                );
-                refused += 1;
+        };
+        let mut refused = 0;
+        let mut accepted = 4 << 20;
+        while accepted - refused > 256 {
+            let middle = (refused + accepted) / 2 / 256 * 256;
+            if is_accepted(middle) {
+                accepted = middle;
+            } else {
+                refused = middle;
             }
         }
-        assert_eq!(world.races(), [], "{case:?}");
+        Bytes(accepted)
+    }
+}
+
+/// Cases that were accepted and failed once, in their own amount of memory.
+const ONCE_FAILED: [u64; 1] = [
+    // The loss put small blocks into a large hole, and its gradient found none: 23.8 of 25 KiB.
+    5160,
+];
+
+/// The same in the least memory that the planner accepts.
+const ONCE_FAILED_TIGHT: [u64; 4] = [
+    // Working memory in pieces, as above.
+    172, 223, 367, // The plan counted weights as free after their last use in a backward.
+    276,
+];
+
+/// Steps of a random case: forwards keep what is worth it from the third on.
+const STEPS: usize = 20;
+
+/// Random models, batches, grains, lags and workers in random amounts of memory: the planner refuses
+/// a case with a line that says what would fit, or its steps run.
+#[test]
+fn an_accepted_plan_runs() {
+    let seeds = seeds(0..60);
+    let cases = seeds.end - seeds.start;
+    let is_refused = |seed: &u64| {
+        let case = Tight::new(*seed);
+        !case.runs_in(case.arena)
+    };
+    let refused = seeds.filter(is_refused).count() as u64;
+    for seed in ONCE_FAILED {
+        assert!(!is_refused(&seed), "seed {seed} runs in its memory");
     }
     let some = cases / 10..=cases * 8 / 10;
     assert!(
         cases < 60 || some.contains(&refused),
         "{refused} of {cases} refused"
     );
+}
+
+/// The same in the least memory that the planner accepts, where a task has nothing to spare.
+#[test]
+fn a_plan_that_just_fits_runs() {
+    for seed in seeds(0..40).chain(ONCE_FAILED_TIGHT) {
+        let case = Tight::new(seed);
+        let least = case.least_arena();
+        assert!(case.runs_in(least), "{case:?} was accepted in {least}");
+    }
 }

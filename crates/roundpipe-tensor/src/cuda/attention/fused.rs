@@ -106,6 +106,13 @@ impl FusedAttention {
         Self::new(spec, &operands, &src[4]?)
     }
 
+    /// Rows of all heads and batches, where it is causal and heads have this width.
+    pub fn causal_rows(&self, width: usize) -> Option<usize> {
+        let sizes = &self.sizes;
+        let fits = sizes.causal && sizes.width == width;
+        fits.then_some(sizes.batch * sizes.heads * sizes.queries)
+    }
+
     fn new(spec: &AttentionSpec, operands: &[View], lse: &View) -> Option<Self> {
         let [q, k, v] = [&operands[0], &operands[1], &operands[2]];
         let ([batch, queries, heads, width], [_, keys, key_heads, _]) = (dims(q)?, dims(k)?);

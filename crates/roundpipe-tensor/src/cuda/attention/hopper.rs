@@ -17,13 +17,14 @@ const TEXT: &str = concat!(
     include_str!("../kernels/attention.cuh"),
     include_str!("../kernels/attention_half.cuh"),
     include_str!("../kernels/hopper.cuh"),
+    include_str!("../kernels/attention_tiles.cuh"),
     include_str!("../kernels/attention_wgmma.cu")
 );
 
 /// Rows of a block: queries, or keys in dk and dv.
 const ROWS: usize = 128;
 /// Threads of a block: two warpgroups that multiply and one that orders copies.
-const THREADS: u32 = 384;
+pub(super) const THREADS: u32 = 384;
 
 /// The kernels of attention_wgmma.cu.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -195,7 +196,7 @@ pub(super) unsafe fn products(
     // SAFETY: the arguments are the kernels' parameters; the maps say how far the operands reach,
     // which are the caller's promise.
     unsafe {
-        let mut args = gradient_args(call, p, HopperKernel::Dq, delta)?
+        let mut args = gradient_args(call, p, (ROWS, HopperKernel::Dq.columns()), delta)?
             .view(dq)
             .size(query_slots);
         call.launch(
@@ -205,7 +206,7 @@ pub(super) unsafe fn products(
             heads.shared(HopperKernel::Dq),
             &mut args,
         )?;
-        let mut args = gradient_args(call, p, HopperKernel::Dkv, delta)?
+        let mut args = gradient_args(call, p, (HopperKernel::Dkv.columns(), ROWS), delta)?
             .view(dk)
             .view(dv)
             .size(key_slots);
@@ -219,18 +220,14 @@ pub(super) unsafe fn products(
     }
 }
 
-/// What both kernels of the backward begin with: q, k, v, do as the copy engine sees them, the
-/// problem, the statistics and the row sums.
-fn gradient_args(
+/// What kernels of the backward begin with: q, k, v, do as the copy engine sees them, so many
+/// queries and keys at a time, the problem, the statistics and the row sums.
+pub(super) fn gradient_args(
     call: &Call<'_>,
     p: &KernelProblem,
-    kernel: HopperKernel,
+    (by_query, by_key): (usize, usize),
     delta: u64,
 ) -> Result<Args> {
-    let (by_query, by_key) = match kernel {
-        HopperKernel::Forward | HopperKernel::Dq => (ROWS, kernel.columns()),
-        HopperKernel::Dkv => (kernel.columns(), ROWS),
-    };
     let args = Args::new()
         .words(&heads_map(call, call.src(0), by_query)?.0)
         .words(&heads_map(call, call.src(1), by_key)?.0)

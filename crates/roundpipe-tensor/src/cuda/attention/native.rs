@@ -190,7 +190,7 @@ pub(super) struct KernelProblem {
 
 impl KernelProblem {
     /// From `[q, k, v]` and the lengths at `lens`, `lens + 1`.
-    fn new(call: &Call<'_>, spec: &AttentionSpec, lens: usize) -> Self {
+    pub fn new(call: &Call<'_>, spec: &AttentionSpec, lens: usize) -> Self {
         let (q, k, v) = (
             call.src(0).shape(),
             call.src(1).shape(),
@@ -389,7 +389,7 @@ pub(super) unsafe fn sink_gradient(call: &Call<'_>, spec: &AttentionSpec) -> Res
 ///
 /// # Safety
 /// As [`super::run`].
-unsafe fn row_sums(call: &Call<'_>, p: &KernelProblem) -> Result<()> {
+pub(super) unsafe fn row_sums(call: &Call<'_>, p: &KernelProblem) -> Result<()> {
     let dtype = call.src(0).dtype;
     let (o, lse, d_o, delta) = (call.src(3), call.src(4), call.src(5), call.scratch_ptr());
     let rows = p.batch * p.heads * p.queries;

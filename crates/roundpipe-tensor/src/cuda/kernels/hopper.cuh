@@ -48,6 +48,18 @@ __device__ __forceinline__ void copy_head(u32 to, const TensorMap* map, u32 bar,
         :: "r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 
+// Copies from shared to global memory in one piece, or adds f32 numbers to what is there; then the end of what a thread
+// ordered: that shared memory has been read, or that all is written.
+__device__ __forceinline__ void copy_out(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void add_out(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void out_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void out_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void out_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // What this thread wrote into shared memory becomes visible to the tensor cores and the copy engine; a barrier of the
 // threads that wrote must follow.
 __device__ __forceinline__ void show_to_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -108,6 +120,11 @@ template <int TURNED> __device__ __forceinline__ void multiply(float (&d)[64], u
 }
 template <int TURNED> __device__ __forceinline__ void multiply(float (&d)[32], u64 a, u64 b, int add) {
     MULTIPLY("64", P0 "," P1, "%32, %33", "%34", "0, %35", F16(0), F16(16) : "l"(a), "l"(b), "r"(add), "n"(TURNED));
+}
+
+// The same where lines of both sides are across the depth.
+__device__ __forceinline__ void multiply_across(float (&d)[32], u64 a, u64 b, int add) {
+    MULTIPLY("64", P0 "," P1, "%32, %33", "%34", "1, 1", F16(0), F16(16) : "l"(a), "l"(b), "r"(add));
 }
 
 // The same with the left side in registers: pairs of row lane / 4 and of row lane / 4 + 8, then those of eight columns on.
