@@ -566,7 +566,8 @@ pub enum Kernel {
     /// dk, dv are contiguous, dsinks is overwritten.
     AttentionGrad(AttentionSpec),
     /// `[x: [b, s, h, d] contiguous, at: i32 [b]] -> [cache: [b, n, h, d] contiguous]`: cache\[i,
-    /// at\[i\] + j\] = x\[i, j\]; other places stay. A row that passes n is refused.
+    /// at\[i\] + j\] = x\[i, j\]; other places stay. A row that passes n is refused. A cache of one row
+    /// is the cache of all rows of x, whose places are then apart.
     CacheWrite,
     /// `[q: [b, s, hq, d], k: [b, n, hk, d], v: [b, n, hk, dv], sinks?: T [hq], at: i32 [b]] ->
     /// [o: [b, s, hq, dv], lse: Acc [b, hq, s]]`: [`Kernel::Attention`] of row i to its first

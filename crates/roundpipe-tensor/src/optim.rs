@@ -38,7 +38,8 @@ use half::{bf16, f16};
 pub use adafactor::{Adafactor, AdafactorSlabs, SecondMoment};
 pub use adam::{Adam, AdamSlabs, AdamW};
 pub use grads::{
-    accumulate, all_finite, cast, chunk_squares, clip_factor, follow, narrow, scale, squared_norm,
+    accumulate, all_finite, cast, chunk_squares, chunk_squares_of_sum, clip_factor, follow, narrow,
+    scale, squared_norm,
 };
 pub use lion::{Lion, LionSlabs};
 pub use matrices::Matrices;
@@ -200,12 +201,41 @@ impl FloatsMut<'_> {
         }
     }
 
-    /// The slab in pieces of [`CHUNK`] elements, the last one shorter.
-    pub fn chunks(&mut self) -> Box<dyn Iterator<Item = FloatsMut<'_>> + '_> {
+    /// The first `len` elements, and those behind them. Panics when there are fewer.
+    #[must_use]
+    pub fn split_at(self, len: usize) -> (Self, Self) {
         match self {
-            Self::F32(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::F32)),
-            Self::BF16(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::BF16)),
-            Self::F16(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::F16)),
+            Self::F32(slab) => {
+                let (front, back) = slab.split_at_mut(len);
+                (Self::F32(front), Self::F32(back))
+            }
+            Self::BF16(slab) => {
+                let (front, back) = slab.split_at_mut(len);
+                (Self::BF16(front), Self::BF16(back))
+            }
+            Self::F16(slab) => {
+                let (front, back) = slab.split_at_mut(len);
+                (Self::F16(front), Self::F16(back))
+            }
+        }
+    }
+
+    /// Copies a slab of the same type and length. Panics for another.
+    pub fn copy_from(&mut self, src: Floats<'_>) {
+        match (self, src) {
+            (Self::F32(dst), Floats::F32(src)) => dst.copy_from_slice(src),
+            (Self::BF16(dst), Floats::BF16(src)) => dst.copy_from_slice(src),
+            (Self::F16(dst), Floats::F16(src)) => dst.copy_from_slice(src),
+            (dst, src) => panic!("{src:?} is copied to {dst:?}"),
+        }
+    }
+
+    /// The slab in pieces of `len` elements, the last one shorter.
+    pub fn chunks(&mut self, len: usize) -> Box<dyn Iterator<Item = FloatsMut<'_>> + '_> {
+        match self {
+            Self::F32(slab) => Box::new(slab.chunks_mut(len).map(FloatsMut::F32)),
+            Self::BF16(slab) => Box::new(slab.chunks_mut(len).map(FloatsMut::BF16)),
+            Self::F16(slab) => Box::new(slab.chunks_mut(len).map(FloatsMut::F16)),
         }
     }
 }

@@ -26,6 +26,7 @@ mod backward;
 pub(crate) mod call;
 pub(crate) mod copy_threads;
 mod data_check;
+pub(crate) mod early_rows;
 pub(crate) mod early_weights;
 pub mod ending;
 mod forward;

@@ -34,7 +34,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
-use roundpipe_tensor::{Cx, Param, Result, Tensor};
+use roundpipe_tensor::{Cx, HostTensor, Param, Result, Tensor};
 
 use crate::error::Error;
 use crate::tree::Tree;
@@ -120,6 +120,12 @@ pub trait Module: Params + Send + Sync {
     /// # Errors
     /// What an operation reports.
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> Result<Tensor>;
+
+    /// Whether its input names rows of its only parameter, a table, of which it reads no others
+    /// ([`Layer::rows_read`]).
+    fn reads_rows(&self) -> bool {
+        false
+    }
 }
 
 /// The smallest thing that is placed on a device: any inputs, any outputs.
@@ -135,6 +141,16 @@ pub trait Layer: Params + Send + Sync {
         None
     }
 
+    /// The rows that it reads of its only parameter, a table `[rows, width]`, for this input of a
+    /// microbatch; any shape, i64, i32 or u32. By default `None`: it may read all of its parameters.
+    ///
+    /// At lag 0 the first layer of a model then need not wait until the whole table is updated. What
+    /// it reads of other rows is undefined.
+    fn rows_read(&self, input: &Tree<HostTensor>) -> Option<HostTensor> {
+        let _ = input;
+        None
+    }
+
     /// What a printed model calls its kind: by default the name of its type.
     fn kind(&self) -> &'static str {
         let path = std::any::type_name::<Self>();
@@ -146,6 +162,13 @@ pub trait Layer: Params + Send + Sync {
 impl<M: Module> Layer for M {
     fn run(&self, cx: &mut Cx, input: Tree) -> Result<Tree> {
         Ok(self.forward(cx, &input.tensor()?)?.into())
+    }
+
+    fn rows_read(&self, input: &Tree<HostTensor>) -> Option<HostTensor> {
+        match input {
+            Tree::Tensor(ids) if self.reads_rows() => Some(ids.clone()),
+            _ => None,
+        }
     }
 }
 

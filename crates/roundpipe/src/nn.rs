@@ -148,6 +148,10 @@ impl Module for Embedding {
         let weight = cx.get(&self.weight)?;
         cx.embedding(&weight, ids)
     }
+
+    fn reads_rows(&self) -> bool {
+        true
+    }
 }
 
 /// Root-mean-square norm over the last dimension.

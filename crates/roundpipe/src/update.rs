@@ -6,8 +6,10 @@
 //! without a gradient keeps its value and its state. Weights that the user wrote since the last
 //! update are what the next one starts from.
 //!
-//! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at
-//! once: [`Store::step`]. Any function of the user: [`Store::apply_fn`].
+//! Layer by layer as gradients land: [`Store::squares`] (of large ones part by part:
+//! [`Store::begin_squares`]) and [`Store::apply`]. The whole model at
+//! once: [`Store::step`]. Any function of the user: [`Store::apply_fn`]. A table whose rows are not
+//! all needed at once: [`Store::open_table`].
 //!
 //! # Invariants
 //! - The same gradients give the same bits for any number of threads, any order of layers and one
@@ -20,15 +22,20 @@
 mod function;
 mod open;
 mod pass;
+mod table;
+
+use std::collections::HashMap;
+use std::ops::Range;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostRef;
-use roundpipe_tensor::optim::{self, CHUNK, Floats, RemaindersMut};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, RemaindersMut, StepSettings};
 use roundpipe_tensor::{DType, HostBuf};
 
 use self::function::SplitValue;
 pub use self::function::{FunctionReport, OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
+pub(crate) use self::table::OpenTable;
 use crate::error::{Error, Result};
 use crate::groups::ResolvedGroups;
 pub(crate) use crate::optim::{Decision, Update};
@@ -53,6 +60,22 @@ pub struct Apply {
     pub next_version: u64,
 }
 
+/// Squares of chunks of gradients that have not landed whole, by layer and own parameter.
+#[derive(Debug, Default)]
+pub(crate) struct BegunSquares(HashMap<(usize, usize), Vec<f64>>);
+
+impl Apply {
+    /// What it asks of every pass.
+    fn settings(&self) -> StepSettings {
+        StepSettings {
+            step: self.step,
+            lr: self.lr,
+            clip_value: self.clip_value,
+            grad_scale: self.factor,
+        }
+    }
+}
+
 /// The versions that a step by a function is between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FunctionVersions {
@@ -75,29 +98,91 @@ impl Store {
         groups: &ResolvedGroups,
         clip_value: Option<f32>,
     ) -> Result<Vec<f64>> {
-        let mut squares = Vec::new();
-        for (_, param) in self.layers()[layer].own_trainable() {
+        self.finish_squares(layer, groups, clip_value, &mut BegunSquares::default())
+    }
+
+    /// Squares what has landed of a layer's gradients and is not squared yet, in whole chunks.
+    /// `landed` gives the bytes of a layer's parameter that are there, from the first on.
+    ///
+    /// # Errors
+    /// As [`Store::squares`].
+    pub(crate) fn begin_squares(
+        &self,
+        layer: usize,
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+        landed: &dyn Fn(usize, usize) -> usize,
+        begun: &mut BegunSquares,
+    ) -> Result<()> {
+        for (index, param) in self.layers()[layer].own_trainable() {
             if groups.of(param.home).frozen {
                 continue;
             }
-            let grads = self.grads_of(param)?;
+            let users = param.users.iter();
+            let landed = users.map(|&(layer, index)| {
+                let size = self.layers()[layer].params()[index].grad_dtype.size();
+                landed(layer, index) / size
+            });
+            let end = landed.min().unwrap_or(0) / CHUNK * CHUNK;
+            let chunks = begun.0.entry((layer, index)).or_default();
+            let start = chunks.len() * CHUNK;
+            if start < end {
+                let mut grads = Vec::new();
+                for &(layer, index) in &param.users {
+                    grads.extend(self.grad_part(layer, index, start..end)?);
+                }
+                chunks.extend(squares_of_sum(&self.shared.threads, &grads, clip_value)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// [`Store::squares`], of which some chunks are there.
+    ///
+    /// # Errors
+    /// As [`Store::squares`].
+    pub(crate) fn finish_squares(
+        &self,
+        layer: usize,
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+        begun: &mut BegunSquares,
+    ) -> Result<Vec<f64>> {
+        let mut squares = Vec::new();
+        for (index, param) in self.layers()[layer].own_trainable() {
+            if groups.of(param.home).frozen {
+                continue;
+            }
+            let mut chunks = begun.0.remove(&(layer, index)).unwrap_or_default();
+            let left = chunks.len() * CHUNK..param.shape.numel();
+            let mut grads = Vec::new();
+            for &(layer, index) in &param.users {
+                if self.layers()[layer].filled(index) {
+                    grads.extend(self.grad_part(layer, index, left.clone())?);
+                }
+            }
             if grads.is_empty() {
                 continue;
             }
-            let threads = &self.shared.threads;
-            let chunks = match &grads[..] {
-                [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad), clip_value),
-                _ => {
-                    let chunks = 0..param.shape.numel().div_ceil(CHUNK);
-                    let squares = |one: &Threads, _, sum: Floats<'_>| {
-                        Ok(optim::chunk_squares(one, sum, clip_value))
-                    };
-                    each_chunk(threads, &grads, chunks, squares)?.concat()
-                }
-            };
+            chunks.extend(squares_of_sum(&self.shared.threads, &grads, clip_value)?);
             squares.push(chunks.iter().sum());
         }
         Ok(squares)
+    }
+
+    /// Elements of a gradient; `None` for a frozen parameter.
+    fn grad_part(
+        &self,
+        layer: usize,
+        index: usize,
+        range: Range<usize>,
+    ) -> Result<Option<(DType, HostRef)>> {
+        let here = &self.layers()[layer];
+        let dtype = here.params()[index].grad_dtype;
+        let bytes = range.start * dtype.size()..range.end * dtype.size();
+        let grad = here.grad_range(index)?;
+        let part = grad.map(|grad| grad.read(bytes)).transpose()?;
+        Ok(part.map(|part| (dtype, part)))
     }
 
     /// [`Store::squares`] of every layer, in ascending order.
@@ -420,9 +505,8 @@ impl Store {
     fn grads_of(&self, param: &StoredParam) -> Result<Vec<(DType, HostRef)>> {
         let mut grads = Vec::new();
         for &(layer, index) in &param.users {
-            let layer = &self.layers()[layer];
-            if let (true, Some(range)) = (layer.filled(index), layer.grad_range(index)?) {
-                grads.push((layer.params()[index].grad_dtype, range.read_all()?));
+            if self.layers()[layer].filled(index) {
+                grads.extend(self.grad_part(layer, index, 0..param.shape.numel())?);
             }
         }
         Ok(grads)
@@ -514,5 +598,88 @@ impl Store {
         drop(remainders);
         ticket.publish();
         Ok(())
+    }
+}
+
+/// The squares of the sum of gradients, a number per chunk.
+fn squares_of_sum(
+    threads: &Threads,
+    grads: &[(DType, HostRef)],
+    clip_value: Option<f32>,
+) -> Result<Vec<f64>> {
+    match grads {
+        [] => Ok(Vec::new()),
+        [(dtype, grad)] => Ok(optim::chunk_squares(
+            threads,
+            floats(*dtype, grad),
+            clip_value,
+        )),
+        // A tied table: its sum is squared in registers, and memory is all that counts.
+        [(first_type, first), (second_type, second)] => {
+            let first = floats(*first_type, first);
+            let second = floats(*second_type, second);
+            Ok(optim::chunk_squares_of_sum(
+                threads, first, second, clip_value,
+            )?)
+        }
+        [(dtype, first), ..] => {
+            let chunks = 0..floats(*dtype, first).len().div_ceil(CHUNK);
+            let squares =
+                |one: &Threads, _, sum: Floats<'_>| Ok(optim::chunk_squares(one, sum, clip_value));
+            Ok(each_chunk(threads, grads, chunks, squares)?.concat())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use roundpipe_tensor::{Cpu, Param, bf16};
+
+    use super::*;
+    use crate::layer::Layer;
+    use crate::nn::Embedding;
+    use crate::store::StoreConfig;
+
+    /// A table that two layers share, and their gradients.
+    fn tied() -> Store {
+        let weight = Param::zeros(DType::BF16, &[300, 1024]).unwrap();
+        let layer = || -> Arc<dyn Layer> {
+            let weight = weight.clone();
+            Arc::new(Embedding { weight })
+        };
+        let layers = [("a".to_owned(), layer()), ("b".to_owned(), layer())];
+        let device = Cpu::new(Some(1)).unwrap();
+        let store = Store::new(&layers, StoreConfig::new(device)).unwrap();
+        for layer in 0..2 {
+            let here = store.layer(layer);
+            let range = here.grad_range(0).unwrap().unwrap();
+            let mut grad = range.write(0..range.len()).unwrap();
+            for (i, x) in grad.as_mut_slice().iter_mut().enumerate() {
+                *x = bf16::from_f32((i % 1013 + layer) as f32 / 64.0);
+            }
+            here.set_filled(0, true);
+        }
+        store
+    }
+
+    /// Squares that are summed while a gradient lands are those of the gradient that has landed.
+    #[test]
+    fn squares_of_parts_are_those_of_the_whole() {
+        let store = tied();
+        let groups = ResolvedGroups::default();
+        for clip_value in [None, Some(3.0)] {
+            let whole = store.squares(0, &groups, clip_value).unwrap();
+            let mut begun = BegunSquares::default();
+            for bytes in [0, 100, 140_000, 140_000, 600_000, 614_400] {
+                let landed = |layer, _| if layer == 0 { bytes } else { 614_400 };
+                let begin = store.begin_squares(0, &groups, clip_value, &landed, &mut begun);
+                begin.unwrap();
+            }
+            assert_eq!(begun.0[&(0, 0)].len(), 4, "whole chunks");
+            let parts = store.finish_squares(0, &groups, clip_value, &mut begun);
+            assert_eq!(parts.unwrap(), whole, "{clip_value:?}");
+        }
     }
 }

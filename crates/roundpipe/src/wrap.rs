@@ -86,7 +86,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use roundpipe_tensor::{Bytes, Cx, DType, Device, Pin, Result as TensorResult};
+use roundpipe_tensor::{Bytes, Cx, DType, Device, HostTensor, Pin, Result as TensorResult};
 
 pub use self::auto::AutoWrapped;
 pub use self::back::{AutoForward, AutoInputGrads};
@@ -275,6 +275,13 @@ impl Layer for Whole {
 
     fn sequence(&self) -> Option<&Sequential> {
         self.0.sequence()
+    }
+
+    fn rows_read(&self, input: &Tree<HostTensor>) -> Option<HostTensor> {
+        match &self.0 {
+            Node::Layer(layer) => layer.rows_read(input),
+            _ => None,
+        }
     }
 
     fn kind(&self) -> &'static str {

@@ -3,7 +3,7 @@
 use roundpipe::nn::RmsNorm;
 use roundpipe::ops::{CrossEntropy, Reduction};
 use roundpipe::{
-    Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
+    Cx, DType, HostTensor, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
 };
 
 use super::{Flow, Maker, fields, get, inputs, optional, padding, take};
@@ -38,6 +38,20 @@ impl Layer for Embed {
         }
         flow.insert("hidden".into(), hidden.into());
         Ok(Tree::Map(flow))
+    }
+
+    fn rows_read(&self, input: &Tree<HostTensor>) -> Option<HostTensor> {
+        let Tree::Map(fields) = input else {
+            return None;
+        };
+        // A padded batch is packed before its tokens are looked up.
+        if fields.contains_key("attention_mask") {
+            return None;
+        }
+        match fields.get("ids").or_else(|| fields.get("input_ids")) {
+            Some(Tree::Tensor(ids)) => Some(ids.clone()),
+            _ => None,
+        }
     }
 }
 
@@ -302,5 +316,31 @@ fn keep(flow: &Flow) -> Option<usize> {
     match flow.get("keep") {
         Some(Tree::Int(keep)) => Some(usize::try_from(*keep).unwrap_or(1)),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An embedding reads the rows of its tokens, under either name; a padded batch is packed first.
+    #[test]
+    fn an_embedding_says_which_rows_it_reads() {
+        let embed = Embed {
+            weight: Param::zeros(DType::BF16, &[4, 16]).unwrap(),
+            noise: 0.0,
+        };
+        let ids = HostTensor::from_slice(&[3i64, 1], &[1, 2]).unwrap();
+        let input = |names: &[&str]| {
+            let fields = names.iter().map(|name| (*name, Tree::Tensor(ids.clone())));
+            Tree::map(fields)
+        };
+        for name in ["ids", "input_ids"] {
+            let rows = embed.rows_read(&input(&[name, "labels"])).unwrap();
+            assert_eq!(rows.to_vec::<i64>().unwrap(), [3, 1], "{name}");
+        }
+        let padded = embed.rows_read(&input(&["input_ids", "attention_mask"]));
+        assert!(padded.is_none(), "tokens of a padded batch");
+        assert!(embed.rows_read(&input(&["labels"])).is_none(), "no tokens");
     }
 }

@@ -122,9 +122,10 @@ unsafe fn cache_write(call: &Call<'_>) -> Result<()> {
     }
     let place = x.shape()[2] * x.shape()[3] * x.dtype.size();
     let bytes = steps * place;
+    let apart = if cache.shape()[0] == 1 { 0 } else { capacity };
     for (row, &start) in at.iter().enumerate().take(rows) {
         let src = (x.ptr as *const u8).wrapping_add(row * bytes);
-        let first = row * capacity + start as usize;
+        let first = row * apart + start as usize;
         let dst = (cache.ptr as *mut u8).wrapping_add(first * place);
         // SAFETY: both are dense; `steps` places from the start on lie inside the row, as checked
         // above, and the operands do not overlap.

@@ -159,6 +159,7 @@ unsafe fn cache_write(call: &Call<'_>) -> Result<()> {
     let bytes = [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1);
     let words = place / bytes;
     let total = x.shape()[0] * steps * words;
+    let apart = if cache.shape()[0] == 1 { 0 } else { capacity };
     let mut args = Args::new()
         .ptr(x.ptr)
         .ptr(at.ptr)
@@ -166,6 +167,7 @@ unsafe fn cache_write(call: &Call<'_>) -> Result<()> {
         .size(steps)
         .size(words)
         .size(capacity)
+        .size(apart)
         .size(total)
         .ptr(call.alarm.device)
         .u32(call.alarm.code(call.kernel.name()));

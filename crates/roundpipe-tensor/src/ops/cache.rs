@@ -5,10 +5,12 @@
 //! of each row. `at` lies on the device: a step of decoding has the same operands whatever the
 //! lengths are, and nothing waits for the host.
 //!
+//! Rows of a table that come apart from the others are written the same way ([`Worker::write_rows`]).
+//!
 //! No gradient passes here: what a tape records must not change afterwards.
 //!
 //! # Invariants
-//! - A cache is written by [`Cx::cache_write`] alone, in the order of the compute lane; places
+//! - A cache is written by [`Cx::cache_write`] alone, a table by [`Worker::write_rows`], in the order of the compute lane; places
 //!   outside the written ones stay as they were.
 //! - What a row of queries gets depends on its own row of the cache and its own `at` alone.
 
@@ -17,8 +19,45 @@ use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionSpec, Kernel};
-use crate::shape::Shape;
+use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
+use crate::worker::Worker;
+
+impl Worker {
+    /// Writes `rows` `[n, c]` into `table` `[m, c]` in place: row i at `at[i]` (i32), each place once.
+    /// Other rows stay as they are. All holders of the table see it.
+    ///
+    /// # Errors
+    /// When shapes or types do not fit, or a place lies outside the table.
+    pub fn write_rows(&self, table: &Tensor, rows: &Tensor, at: &Tensor) -> Result<()> {
+        const OP: &str = "write_rows";
+        same_dtype(OP, table, rows)?;
+        let ([places, width], [count, row_width]) = (table.dims(), rows.dims()) else {
+            return Err(Error::Shape {
+                op: OP,
+                left: *table.shape(),
+                right: *rows.shape(),
+            });
+        };
+        let all_dense = [table, rows, at]
+            .iter()
+            .all(|tensor| tensor.is_contiguous());
+        let fits = width == row_width && at.dims() == [*count] && at.dtype() == DType::I32;
+        if !all_dense || !fits || !table.is_writable() {
+            let what = format!("{rows:?} at {at:?} of {table:?}");
+            return Err(Error::invalid(OP, what));
+        }
+        let cache = Shape::new(&[1, *places, 1, *width])?;
+        let rows_shape = Shape::new(&[*count, 1, 1, *width])?;
+        let cache = table.detach().relaid(Layout::contiguous(cache));
+        let rows = rows.detach().relaid(Layout::contiguous(rows_shape));
+        self.launch(
+            &Kernel::CacheWrite,
+            &[Some(&rows), Some(at)],
+            &[Some(&cache)],
+        )
+    }
+}
 
 impl Cx {
     /// An empty cache, `[b, capacity, heads, d]`, in memory for values that stay.

@@ -24,6 +24,20 @@ pub fn chunk_squares(threads: &Threads, slab: Floats<'_>, clip_value: Option<f32
     chunk_squares_with(PassIsa::best(), threads, slab, clip_value)
 }
 
+/// [`chunk_squares`] of the sum of two slabs, which is written nowhere: the bits of [`cast`], then
+/// [`accumulate`], then [`chunk_squares`].
+///
+/// # Errors
+/// When the slabs differ in length.
+pub fn chunk_squares_of_sum(
+    threads: &Threads,
+    first: Floats<'_>,
+    second: Floats<'_>,
+    clip_value: Option<f32>,
+) -> Result<Vec<f64>> {
+    chunk_squares_of_sum_with(PassIsa::best(), threads, first, second, clip_value)
+}
+
 /// What to multiply gradients with so that their norm is at most `max_norm`, as `clip_grad_norm_`
 /// does: `max_norm / (norm + 1e-6)`, at most 1. NaN when the norm is NaN.
 pub fn clip_factor(squared_norm: f64, max_norm: f64) -> f32 {
@@ -118,6 +132,24 @@ pub(super) fn chunk_squares_with(
     sums
 }
 
+pub(super) fn chunk_squares_of_sum_with(
+    isa: PassIsa,
+    threads: &Threads,
+    first: Floats<'_>,
+    second: Floats<'_>,
+    clip_value: Option<f32>,
+) -> Result<Vec<f64>> {
+    check_len("squares", "second", second.len(), first.len())?;
+    let mut sums = vec![0.0; first.len().div_ceil(CHUNK)];
+    with_slice!(Floats, first, first => with_slice!(Floats, second, second => {
+        let chunks = first.chunks(CHUNK).zip(second.chunks(CHUNK)).zip(&mut sums);
+        for_each(threads, chunks, |((first, second), sum)| {
+            *sum = isa.run(SumSquaresPass(first, second, clip_value));
+        });
+    }));
+    Ok(sums)
+}
+
 pub(super) fn scale_with(isa: PassIsa, threads: &Threads, slab: FloatsMut<'_>, factor: f32) {
     with_slice!(FloatsMut, slab, slab => {
         for_each(threads, slab.chunks_mut(CHUNK), |chunk| isa.run(ScalePass(chunk, factor)));
@@ -185,6 +217,39 @@ impl<T: SlabElement> SlabPass for SquaresPass<'_, T> {
     }
 }
 
+struct SumSquaresPass<'a, A, B>(&'a [A], &'a [B], Option<f32>);
+
+impl<A: SlabElement, B: SlabElement> SlabPass for SumSquaresPass<'_, A, B> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f64 {
+        let (first, first_rest) = self.0.as_chunks();
+        let (second, second_rest) = self.1.as_chunks();
+        let mut sums = s.no_sums();
+        for (first, second) in first.iter().zip(second) {
+            sums = s.add_squares(sums, sum_of(s, first, second, self.2));
+        }
+        let rest = sum_of(s, &padded(first_rest), &padded(second_rest), self.2);
+        s.read_sums(s.add_squares(sums, rest)).iter().sum()
+    }
+}
+
+/// The sum of two blocks, clipped where a bound is given.
+#[inline(always)]
+fn sum_of<S: Simd, A: SlabElement, B: SlabElement>(
+    s: S,
+    first: &[A; LANES],
+    second: &[B; LANES],
+    bound: Option<f32>,
+) -> S::V {
+    let sum = s.add(A::load(s, first), B::load(s, second));
+    match bound {
+        Some(bound) => clipped(s, sum, s.splat(bound)),
+        None => sum,
+    }
+}
+
 struct ClippedSquaresPass<'a, T>(&'a [T], f32);
 
 impl<T: SlabElement> SlabPass for ClippedSquaresPass<'_, T> {
@@ -193,18 +258,21 @@ impl<T: SlabElement> SlabPass for ClippedSquaresPass<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f64 {
         let bound = s.splat(self.1);
-        let zero = s.splat(0.0);
         let (blocks, rest) = self.0.as_chunks();
         let mut sums = s.no_sums();
         for block in blocks.iter().chain([&padded(rest)]) {
-            let value = T::load(s, block);
-            // Zero times a number is a zero. Times an infinity it is a NaN, so that clipping does
-            // not hide it.
-            let clipped = s.add(clamp(s, value, bound), s.mul(value, zero));
-            sums = s.add_squares(sums, clipped);
+            sums = s.add_squares(sums, clipped(s, T::load(s, block), bound));
         }
         s.read_sums(sums).iter().sum()
     }
+}
+
+/// A value between minus `bound` and it; NaN for an infinity.
+#[inline(always)]
+fn clipped<S: Simd>(s: S, value: S::V, bound: S::V) -> S::V {
+    // Zero times a number is a zero. Times an infinity it is a NaN, so that clipping does not hide
+    // it.
+    s.add(clamp(s, value, bound), s.mul(value, s.splat(0.0)))
 }
 
 struct ScalePass<'a, T>(&'a mut [T], f32);

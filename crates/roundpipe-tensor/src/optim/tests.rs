@@ -4,7 +4,8 @@ use half::{bf16, f16};
 
 use super::adam::AdamRule;
 use super::grads::{
-    accumulate_with, all_finite_with, cast_with, chunk_squares_with, scale_with, squared_norm_with,
+    accumulate_with, all_finite_with, cast_with, chunk_squares_of_sum_with, chunk_squares_with,
+    scale_with, squared_norm_with,
 };
 use super::simd::PassIsa;
 use super::*;
@@ -434,6 +435,42 @@ fn clipping_by_value_is_a_clamp() {
             }
         }
     }
+}
+
+/// The squares of a sum in one pass are those of a sum that was written down.
+#[test]
+#[cfg_attr(miri, ignore = "slabs of several chunks")]
+fn squares_of_a_sum_are_those_of_the_written_sum() {
+    let threads = one_thread();
+    for isa in PassIsa::available() {
+        for len in LENGTHS {
+            let wide = noise(len, 1);
+            let narrow: Vec<bf16> = noise(len, 2).into_iter().map(bf16::from_f32).collect();
+            let mut sum = vec![0.0; len];
+            cast_with(
+                isa,
+                &threads,
+                (&narrow[..]).into(),
+                FloatsMut::F32(&mut sum),
+            )
+            .unwrap();
+            accumulate_with(isa, &threads, (&wide[..]).into(), &mut sum).unwrap();
+            for bound in [None, Some(0.5)] {
+                let (first, second) = ((&narrow[..]).into(), (&wide[..]).into());
+                let fused = chunk_squares_of_sum_with(isa, &threads, first, second, bound);
+                let written = chunk_squares_with(isa, &threads, (&sum[..]).into(), bound);
+                let bits = |all: &[f64]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(
+                    bits(&fused.unwrap()),
+                    bits(&written),
+                    "{isa:?} {len} {bound:?}"
+                );
+            }
+        }
+    }
+    let (short, long) = (noise(15, 1), noise(16, 1));
+    let refused = chunk_squares_of_sum(&threads, (&short[..]).into(), (&long[..]).into(), None);
+    assert!(refused.is_err(), "two lengths");
 }
 
 /// The formulas, against the same ones in f64 over twenty steps.

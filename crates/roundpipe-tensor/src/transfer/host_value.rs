@@ -26,10 +26,10 @@ pub(super) enum Backing {
     DeviceOnly,
     /// Nowhere: the worker only counts.
     Counted,
-    /// In memory of a pool, written by a lane.
+    /// In memory of a pool, written by a lane or, without an event, by the host.
     Pooled {
         buf: HostBuf,
-        written: Event,
+        written: Option<Event>,
         pool: Arc<HostPool>,
     },
     /// In a user's memory.
@@ -67,6 +67,32 @@ impl HostValue {
         buf.place_all("host value", dtype, &shape)?;
         let claim = Some(buf.read_all()?);
         Ok(Self::new(dtype, shape, Backing::Given { buf, claim }))
+    }
+
+    /// Bytes that the host writes now, in memory of `pool`, which lets go of it as of any host value.
+    /// The host waits for copies that still use the memory.
+    ///
+    /// # Errors
+    /// When the system has no memory; what `write` returns.
+    pub fn written_by_host<E: From<Error>>(
+        pool: &Arc<HostPool>,
+        bytes: usize,
+        write: impl FnOnce(&HostBuf) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let shape = Shape::new(&[bytes])?;
+        let (buf, free) = pool.take(bytes)?;
+        free.iter().for_each(|event| event.state().wait_quietly());
+        // From here on the value gives the memory back, whatever happens.
+        let backing = Backing::Pooled {
+            buf: buf.clone(),
+            written: None,
+            pool: pool.clone(),
+        };
+        let value = Self::new(DType::U8, shape, backing);
+        let bytes = buf.slice(0..bytes)?;
+        drop(buf);
+        write(&bytes)?;
+        Ok(value)
     }
 
     /// A host value without bytes, for a value that stays on its worker.
@@ -113,7 +139,7 @@ impl HostValue {
     pub(super) fn source(&self) -> Option<(&HostBuf, Option<&Event>)> {
         match &self.0.backing {
             Backing::DeviceOnly | Backing::Counted => None,
-            Backing::Pooled { buf, written, .. } => Some((buf, Some(written))),
+            Backing::Pooled { buf, written, .. } => Some((buf, written.as_ref())),
             Backing::Given { buf, .. } => Some((buf, None)),
         }
     }
@@ -126,7 +152,7 @@ impl HostValue {
     /// The point behind the copy that fills it; `None` when it is filled.
     pub fn written(&self) -> Option<&Event> {
         match &self.0.backing {
-            Backing::Pooled { written, .. } => Some(written),
+            Backing::Pooled { written, .. } => written.as_ref(),
             _ => None,
         }
     }
@@ -144,7 +170,9 @@ impl HostValue {
             )),
             Backing::Counted => HostBuf::zeroed("what a meta worker gives", self.size_bytes()),
             Backing::Pooled { buf, written, .. } => {
-                written.fence()?;
+                if let Some(written) = written {
+                    written.fence()?;
+                }
                 self.0.forget_landed();
                 buf.slice(0..self.size_bytes())
             }
@@ -169,7 +197,7 @@ impl Drop for Contents {
         match std::mem::replace(&mut self.backing, Backing::DeviceOnly) {
             Backing::DeviceOnly | Backing::Counted => {}
             Backing::Pooled { buf, written, pool } => {
-                events.push(written);
+                events.extend(written);
                 pool.give_back(buf, events, claims);
             }
             Backing::Given { claim, .. } => {

@@ -193,7 +193,7 @@ impl Port {
             shape,
             Backing::Pooled {
                 buf,
-                written,
+                written: Some(written),
                 pool: self.host.clone(),
             },
         ))
@@ -333,51 +333,54 @@ impl Port {
         }
     }
 
-    /// Starts a download into memory of the caller's, in the gradient lane, behind `after`, in
-    /// chunks. The flight keeps both ends. A tensor that may be moved was pinned before `after`.
+    /// Starts a download into memory of the caller's, in the gradient lane, behind `after`: one range
+    /// behind the other, each in one copy, with a flight of its own that keeps both ends. A tensor
+    /// that may be moved was pinned before `after`.
     ///
     /// # Errors
     /// When sizes differ or the device refuses.
     pub fn unload(
         &self,
         what: &str,
-        tensor: Tensor,
+        tensor: &Tensor,
         after: &Event,
-        mut host: HostMut,
-        chunk: u64,
-    ) -> Result<Flight<(Tensor, HostMut)>> {
-        self.worker.check_home("unload", &tensor)?;
+        mut ranges: Vec<HostMut>,
+    ) -> Result<Vec<Flight<(Tensor, HostMut)>>> {
+        self.worker.check_home("unload", tensor)?;
         let bytes = tensor.size_bytes() as u64;
-        if host.bytes().len() as u64 != bytes || !tensor.is_contiguous() {
-            let what = format!(
-                "{what}: {tensor:?} into {} bytes of host memory",
-                host.bytes().len()
-            );
+        let sizes = ranges.iter_mut().map(|range| range.bytes().len() as u64);
+        let host_bytes: u64 = sizes.sum();
+        if host_bytes != bytes || !tensor.is_contiguous() {
+            let what = format!("{what}: {tensor:?} into {host_bytes} bytes of host memory");
             return Err(Error::invalid("unload", what));
         }
         let lane = self.lane(LaneKind::GradDownload);
         lane.wait(after)?;
-        let (src, dst) = (tensor.view().ptr, host.addr());
+        let mut src = tensor.view().ptr;
         let from = self.log.start(lane)?;
-        for start in (0..bytes).step_by(chunk.max(1) as usize) {
+        let mut flights = Vec::with_capacity(ranges.len());
+        for mut range in ranges {
             let copy = Copy {
                 what: what.to_owned(),
                 direction: Direction::Download,
-                src: src + start,
-                dst: dst + start,
-                bytes: chunk.min(bytes - start),
+                src,
+                dst: range.addr(),
+                bytes: range.bytes().len() as u64,
             };
+            src += copy.bytes;
             // SAFETY: the flight below owns the tensor and the host range until the lane has passed
             // (and a failed copy or record leaves the lane dry); the lane waits for the
             // kernel that wrote the tensor (`after`).
-            if let Err(error) = unsafe { lane.copy(&copy) } {
+            if copy.bytes > 0
+                && let Err(error) = unsafe { lane.copy(&copy) }
+            {
                 drain_lane(lane);
                 return Err(error);
             }
+            flights.push(Flight::new(lane.record()?, (tensor.clone(), range)));
         }
-        let landed = lane.record()?;
         self.log.end(lane, from, what, bytes)?;
-        Ok(Flight::new(landed, (tensor, host)))
+        Ok(flights)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Device memory for one layer's weights, and the upload that fills it.
 //!
 //! The life of a slot: [`Slot::reserve`] takes a block, [`Slot::fill`] queues its chunks in the
-//! parameter lane, [`FilledSlot::tensors`] puts the compute lane behind them. A slot never chooses
-//! which weights it holds. It refuses segments that do not fit and tensors that leave it.
+//! parameter lane, [`FilledSlot::tensors`] puts the compute lane behind them. A slot may also take a
+//! host value ([`Slot::fill_with`]), or leave its memory to kernels ([`Slot::unfilled`]). It never
+//! chooses which weights it holds. It refuses segments that do not fit and tensors that leave it.
 //!
 //! # Invariants
 //! - Every upload waits for the last use of the block it fills (rule 3).
@@ -13,6 +14,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::copy_log::CopyLog;
+use super::host_value::HostValue;
 use super::{abandon, copy_in, drain_lane};
 use crate::device::{Event, Flight, Lane, LaneKind};
 use crate::dtype::DType;
@@ -66,6 +68,46 @@ impl Slot {
             storage: Arc::new(Storage::Block(block)),
             free,
         }
+    }
+
+    /// Leaves it to kernels to write what they read.
+    pub fn unfilled(self) -> FilledSlot {
+        FilledSlot {
+            worker: self.worker,
+            storage: self.storage,
+            // They come behind the last use of the block, as an upload would (rule 3).
+            event: self.free,
+        }
+    }
+
+    /// Starts filling its first bytes with those of a host value, in the parameter lane. The value
+    /// keeps its memory until the copy has landed (rule 6).
+    ///
+    /// # Errors
+    /// When the value has no bytes or does not fit, or the device refuses.
+    pub fn fill_with(self, what: &str, value: &HostValue, log: &CopyLog) -> Result<FilledSlot> {
+        let Storage::Block(block) = &*self.storage else {
+            unreachable!("a slot is a block")
+        };
+        let bytes = value.size_bytes();
+        if bytes as u64 > block.bytes() {
+            let what = format!("{what}: {value:?} into a slot of {}", block.bytes());
+            return Err(Error::invalid("fill", what));
+        }
+        let claim = value.fence()?.read(0..bytes)?;
+        let lane = self.worker.device().lane(LaneKind::ParamUpload);
+        if let Some(free) = &self.free {
+            lane.wait(free)?;
+        }
+        let from = log.start(lane)?;
+        let event = copy_in(lane, what, claim.addr(), block.addr(), bytes as u64)?;
+        value.add_reader(event.clone(), claim);
+        log.end(lane, from, what, bytes as u64)?;
+        Ok(FilledSlot {
+            worker: self.worker.clone(),
+            storage: self.storage,
+            event: Some(event),
+        })
     }
 
     /// Whether the last use of its memory has ended, so that filling it waits for no kernel.

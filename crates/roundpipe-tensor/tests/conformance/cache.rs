@@ -112,6 +112,73 @@ fn a_row_is_what_it_is_alone() {
     }
 }
 
+/// On every backend, with rows of whole words and without.
+#[test]
+fn written_rows_conform() {
+    for width in [1, 3, 8] {
+        let inputs = [
+            quiet(7, &[5, width]),
+            quiet(8, &[3, width]),
+            fixed(DType::I32, &[4, 0, 3], &[3]),
+        ];
+        let write = |cx: &mut Cx, x: &[Tensor]| {
+            let [table, rows, at] = x else {
+                panic!("three inputs")
+            };
+            let worker = cx.worker().clone();
+            let table = worker.copied_long(table, table.dtype())?;
+            worker.write_rows(&table, rows, at)?;
+            Ok(vec![table])
+        };
+        check_with(&format!("rows of {width}"), &inputs, FORWARD, write);
+    }
+}
+
+/// Rows come to their places, others stay, also minus zero; a place outside is refused.
+#[test]
+fn rows_are_written_to_their_places() {
+    let world = SimWorld::seeded(2).unwrap();
+    let sim = world.workers(1).remove(0);
+    for device in [bed::worker(2), Worker::new(sim, Bytes::mib(16)).unwrap()] {
+        let mut cx = Cx::infer(&device);
+        for dtype in [DType::F32, DType::BF16] {
+            let before: Vec<f32> = (0..15).map(|i| i as f32).collect();
+            let table = cx.tensor(&before, &[5, 3]).unwrap();
+            let table = cx.cast(&table, dtype).unwrap();
+            let table = device.copied_long(&table, dtype).unwrap();
+            let rows = cx
+                .tensor(&[-0.0_f32, 0.5, -1.0, 7.0, 8.0, 9.0], &[2, 3])
+                .unwrap();
+            let rows = cx.cast(&rows, dtype).unwrap();
+            let at = cx.tensor(&[4_i32, 1], &[2]).unwrap();
+            device.write_rows(&table, &rows, &at).unwrap();
+            let wide = cx.cast(&table, DType::F32).unwrap();
+            let after: Vec<u32> = wide
+                .to_vec::<f32>()
+                .unwrap()
+                .into_iter()
+                .map(f32::to_bits)
+                .collect();
+            let mut expected = before;
+            expected[3..6].copy_from_slice(&[7.0, 8.0, 9.0]);
+            expected[12..].copy_from_slice(&[-0.0, 0.5, -1.0]);
+            let expected: Vec<u32> = expected.into_iter().map(f32::to_bits).collect();
+            assert_eq!(after, expected, "{dtype}");
+            for bad in [-1_i32, 5] {
+                let at = cx.tensor(&[0, bad], &[2]).unwrap();
+                let written = device.write_rows(&table, &rows, &at);
+                let written = written.and_then(|()| device.fence());
+                assert!(matches!(written, Err(Error::Index { .. })), "{written:?}");
+            }
+            let short = cx.narrow(&rows, 1, 0, 2).unwrap();
+            assert!(
+                device.write_rows(&table, &short, &at).is_err(),
+                "narrow rows"
+            );
+        }
+    }
+}
+
 #[test]
 fn places_outside_a_cache_are_refused() {
     let world = SimWorld::seeded(1).unwrap();

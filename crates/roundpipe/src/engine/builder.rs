@@ -22,6 +22,7 @@ use super::{Handle, RoundPipe};
 use crate::config::{Lag, RunConfig};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
+use crate::exec::early_rows::EarlyRows;
 use crate::exec::hooks::{Hook, LayerGradient, LayerOutput};
 use crate::exec::model::Model;
 use crate::exec::repeats::Repeats;
@@ -404,6 +405,7 @@ impl<M: Layer + 'static> Builder<M> {
             resident,
             inference,
             repeats: Repeats::default(),
+            early_rows: EarlyRows::default(),
             fp8,
             hooks: Mutex::default(),
         };

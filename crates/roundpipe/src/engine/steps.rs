@@ -284,6 +284,7 @@ impl Core {
             calls,
             // Calls from here on read what this step writes, and fail with it.
             next_call: sequence.next_call,
+            lag,
             work,
             outcome: outcome.clone(),
         });

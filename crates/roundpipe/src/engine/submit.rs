@@ -31,11 +31,12 @@ use crate::config::{Grain, LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::cost::{LayerCosts, Phase};
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
+use crate::exec::early_rows::{CallRows, RowRequest, TABLE, rows_of_call};
 use crate::exec::held_weights::HoldPlan;
 use crate::exec::model::LossFn;
 use crate::exec::queue::StageJob;
 use crate::exec::repeats::{KeepPlan, RecomputedLayer};
-use crate::exec::stage_value::Seed;
+use crate::exec::stage_value::{Seed, Source};
 use crate::plan::{ExecutePlan, Pass, PlanKind, Stage};
 use crate::sync::lock;
 use crate::tree::Tree;
@@ -429,6 +430,7 @@ impl Core {
             sequence.number += u64::from(training);
         }
         let sources = prepared.inputs.sources;
+        let rows = self.rows_read(&spec, &sources);
         let call = Call::new(spec, &self.call_list, sources, prepared.labels);
         sequence.watched.push(call.clone());
         if self.has_failed(sequence) {
@@ -437,7 +439,49 @@ impl Core {
             call.fail(cancelled());
             return Err(self.recover(sequence).unwrap_or_else(cancelled));
         }
+        self.ask_for_rows(&call, rows);
         Ok(call)
+    }
+
+    /// The rows of the table in front of the model that a call reads, where it can do without the
+    /// others until its backward. This alone decides who may read rows.
+    fn rows_read(&self, spec: &CallSpec, sources: &[Tree<Source>]) -> Option<CallRows> {
+        let first = &spec.stages[0];
+        let worker = &self.ring.workers()[spec.workers[0]];
+        let device = worker.device();
+        let copies = device.moves_bytes() && !device.aliases_host();
+        let begins = first.pass == Pass::Forward && first.layers.start == TABLE;
+        if !(spec.trains && begins && copies) {
+            return None;
+        }
+        rows_of_call(&self.model, sources)
+    }
+
+    /// Asks the update under way for the rows that a call reads, or for the whole table.
+    fn ask_for_rows(&self, call: &Arc<Call>, rows: Option<CallRows>) {
+        let spec = &call.spec;
+        let early = &self.model.early_rows;
+        let layers = self.parts[spec.part].layers.clone();
+        if spec.trains && layers.contains(&TABLE) {
+            early.expect(rows.is_some());
+        }
+        let Some(rows) = rows else {
+            let mut layers = self.model.store.layers()[layers].iter();
+            if layers.any(|layer| layer.homes().contains(&TABLE)) {
+                early.ask_all(spec.version);
+            }
+            return;
+        };
+        let request = RowRequest {
+            call: call.clone(),
+            rows: rows.clone(),
+            memory: self.ring.host_pool().clone(),
+            next: 0,
+        };
+        // Before the jobs are queued, which look for it.
+        if early.ask(request) {
+            call.set_early_rows(rows);
+        }
     }
 
     /// Queues the jobs of a call that was registered.

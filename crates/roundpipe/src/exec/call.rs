@@ -23,6 +23,7 @@ use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 
 use super::copy_threads::FilledWeights;
 use super::data_check::DataCheck;
+use super::early_rows::CallRows;
 use super::ending::{Ending, PartEnd};
 use super::held_weights::HoldPlan;
 use super::hooks::Hooks;
@@ -184,6 +185,8 @@ struct CallState {
     ending: Ending,
     /// An earlier call whose gradients this one adds to.
     adds_to: Option<Arc<Call>>,
+    /// The rows that it reads before their table is published.
+    early_rows: Option<CallRows>,
     /// The lowest place of the random stream since the call was submitted.
     first_number: u64,
     /// Buffers to write when the call is committed.
@@ -212,13 +215,34 @@ struct Mailboxes {
     for_recompute: HashMap<(usize, usize), SavedForRecompute>,
     /// Uploaded weights, by stage and layer.
     weights: HashMap<(usize, usize), FilledWeights>,
+    /// Rows of the first layer's table, by microbatch.
+    rows: HashMap<usize, HostValue>,
     losses: Vec<Option<Vec<HostValue>>>,
     outputs: Vec<Option<StageValue>>,
     input_grads: Vec<Option<Grads>>,
     /// Gradients of the outputs, for a call whose backward the user starts.
     seeds: Vec<Option<Seed>>,
-    /// Layers whose gradients of this call are all in host memory.
-    landed: Vec<bool>,
+    landed: Landed,
+}
+
+/// Gradients of a call that are in host memory.
+#[derive(Clone, Default)]
+pub(crate) struct Landed {
+    /// The layers that wait for no more, of those that were asked for.
+    pub ready: Vec<usize>,
+    /// Whether all gradients of a layer are there.
+    layers: Vec<bool>,
+    /// By layer and parameter, the bytes from the first on that are there.
+    parts: HashMap<(usize, usize), usize>,
+    /// How many parts have landed, of all gradients.
+    count: usize,
+}
+
+impl Landed {
+    /// Bytes of a parameter's gradient that are there, from the first on.
+    pub fn bytes(&self, layer: usize, param: usize) -> usize {
+        self.parts.get(&(layer, param)).copied().unwrap_or(0)
+    }
 }
 
 impl Mailboxes {
@@ -235,11 +259,15 @@ impl Mailboxes {
             saved: HashMap::new(),
             for_recompute: HashMap::new(),
             weights: HashMap::new(),
+            rows: HashMap::new(),
             losses: none(microbatches),
             outputs: none(microbatches),
             input_grads: none(microbatches),
             seeds: none(microbatches),
-            landed: vec![false; spec.model.layers.len()],
+            landed: Landed {
+                layers: vec![false; spec.model.layers.len()],
+                ..Landed::default()
+            },
         }
     }
 
@@ -252,6 +280,7 @@ impl Mailboxes {
             _saved: std::mem::take(&mut self.saved),
             _for_recompute: std::mem::take(&mut self.for_recompute),
             _weights: std::mem::take(&mut self.weights),
+            _rows: std::mem::take(&mut self.rows),
         }
     }
 }
@@ -266,6 +295,7 @@ struct Leftovers {
     _saved: HashMap<(usize, usize), StageValue>,
     _for_recompute: HashMap<(usize, usize), SavedForRecompute>,
     _weights: HashMap<(usize, usize), FilledWeights>,
+    _rows: HashMap<usize, HostValue>,
 }
 
 /// The calls of an engine, or of a ring, in the order of their submission.
@@ -326,6 +356,7 @@ impl Call {
             boxes: Mailboxes::new(&spec, inputs, labels),
             ending: Ending::default(),
             adds_to: None,
+            early_rows: None,
             first_number: spec.number,
             buffers: Vec::new(),
             probes: Vec::new(),
@@ -539,13 +570,43 @@ impl Call {
         self.wait(who, what, |boxes| boxes.weights.remove(&(stage, layer)))
     }
 
-    /// All gradients of a layer are in host memory.
-    pub fn mark_landed(&self, layer: usize) {
-        self.put(|boxes| boxes.landed[layer] = true);
+    /// Rows come before their table: the optimizer has taken the request.
+    pub fn set_early_rows(&self, rows: CallRows) {
+        self.lock().early_rows = Some(rows);
     }
 
-    /// Waits until the gradients of some of `open` have landed, and takes these layers out: those
-    /// whose every gradient layer, listed beside them, is there, or all that are left once the call
+    /// The rows that come before their table.
+    pub fn early_rows(&self) -> Option<CallRows> {
+        self.lock().early_rows.clone()
+    }
+
+    /// New rows that a microbatch brings, and their places.
+    pub fn put_rows(&self, microbatch: usize, rows: HostValue) {
+        self.put(|boxes| boxes.rows.insert(microbatch, rows));
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_rows(&self, who: &str, microbatch: usize) -> Result<HostValue> {
+        let what = format!("waiting for the rows of microbatch {microbatch}");
+        self.wait(who, &what, |boxes| boxes.rows.remove(&microbatch))
+    }
+
+    /// All gradients of a layer are in host memory.
+    pub fn mark_landed(&self, layer: usize) {
+        self.put(|boxes| boxes.landed.layers[layer] = true);
+    }
+
+    /// The first bytes of a gradient are in host memory.
+    pub fn mark_part_landed(&self, layer: usize, param: usize, bytes: usize) {
+        self.put(|boxes| {
+            boxes.landed.parts.insert((layer, param), bytes);
+            boxes.landed.count += 1;
+        });
+    }
+
+    /// Waits until more gradients have landed than `before`. Layers of `open` are ready, and taken
+    /// out, when every gradient layer listed beside them is there, or all that are left once the call
     /// has ended.
     ///
     /// # Errors
@@ -554,7 +615,8 @@ impl Call {
         &self,
         who: &str,
         open: &mut Vec<(usize, Vec<usize>)>,
-    ) -> Result<Vec<usize>> {
+        before: &Landed,
+    ) -> Result<Landed> {
         self.wait_until(who, "waiting for gradients", |state| {
             if state.ending.has_failed() {
                 let why = "the call failed".to_owned();
@@ -565,14 +627,18 @@ impl Call {
             let landed = &state.boxes.landed;
             let mut ready = Vec::new();
             open.retain(|(layer, needs)| {
-                let is_ready = ended || needs.iter().all(|from| landed[*from]);
+                let is_ready = ended || needs.iter().all(|from| landed.layers[*from]);
                 if is_ready {
                     ready.push(*layer);
                 }
                 !is_ready
             });
-            let is_done = !ready.is_empty() || open.is_empty();
-            is_done.then_some(Ok(ready))
+            let is_new = landed.count > before.count;
+            let is_done = !ready.is_empty() || open.is_empty() || is_new;
+            is_done.then(|| {
+                let landed = landed.clone();
+                Ok(Landed { ready, ..landed })
+            })
         })
     }
 

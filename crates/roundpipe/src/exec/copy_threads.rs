@@ -21,8 +21,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use roundpipe_tensor::device::{Event, Flight};
+use roundpipe_tensor::host::HostMut;
 use roundpipe_tensor::transfer::{FilledSlot, Port, Slot, SlotSegment};
-use roundpipe_tensor::{Tensor, nvtx};
+use roundpipe_tensor::{HostBuf, Tensor, nvtx};
 
 use super::call::Call;
 use super::early_weights::EarlyRequest;
@@ -431,18 +432,25 @@ fn try_download(port: &Port, download: GradientDownload, current: &mut usize) ->
         let Some(range) = store.layer(layer).grad_range(gradient.param)? else {
             continue;
         };
-        let host = range.write(0..range.len())?;
-        let flight = port.unload("gradient", gradient.tensor, &after, host, CHUNK)?;
-        flights.push((layer, gradient.param, flight));
+        let parts = parts(&range)?;
+        let parts = port.unload("gradient", &gradient.tensor, &after, parts)?;
+        flights.push((layer, gradient.param, parts));
     }
     if flights.is_empty() {
         // Nothing else shows that the kernels of the job have run.
         after.fence()?;
     }
     let mut flights = flights.into_iter().peekable();
-    while let Some((layer, param, flight)) = flights.next() {
+    while let Some((layer, param, parts)) = flights.next() {
         *current = layer;
-        flight.land()?;
+        let mut landed = 0;
+        for part in parts {
+            let (_, mut host) = part.land()?;
+            landed += host.bytes().len();
+            // The optimizer reads what has landed, so no claim to write it may be left.
+            drop(host);
+            call.mark_part_landed(layer, param, landed);
+        }
         // Before it counts as landed: the optimizer reads a layer that has landed at once.
         store.layer(layer).set_filled(param, true);
         // Gradients come sorted by layer (`round_gradients`).
@@ -452,4 +460,13 @@ fn try_download(port: &Port, download: GradientDownload, current: &mut usize) ->
         }
     }
     Ok(())
+}
+
+/// Memory of a gradient in the pieces in which it lands.
+fn parts(range: &HostBuf) -> Result<Vec<HostMut>> {
+    let len = range.len();
+    // One without elements is a piece, too: its flight says that the kernels of the job have run.
+    let starts = (0..len.max(1)).step_by(CHUNK as usize);
+    let parts = starts.map(|start| range.write(start..len.min(start + CHUNK as usize)));
+    Ok(parts.collect::<Result<_, _>>()?)
 }

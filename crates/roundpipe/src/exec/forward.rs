@@ -42,6 +42,7 @@ impl Launcher {
                 let saved = self.send(task, &mut value, &readers, Until::Later)?;
                 task.call.save_input(layer, task.microbatch, saved);
             }
+            self.bring_rows(task, layer)?;
             let mode = if spec.trains {
                 LayerMode::Forward(self.watch_forward(task, layer, &value))
             } else {

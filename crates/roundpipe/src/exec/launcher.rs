@@ -19,6 +19,7 @@ use roundpipe_tensor::{DType, LaneKind, Tensor, Worker, nvtx};
 use super::backward::Prefetched;
 use super::call::{Call, Timed};
 use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
+use super::early_rows::ArrivingRows;
 use super::early_weights::EarlyWeights;
 use super::held_weights::HeldWeights;
 use super::queue::{JobQueue, StageJob};
@@ -49,6 +50,8 @@ pub(crate) struct Launcher {
     pub(super) resident: Vec<ResidentWeights>,
     /// Frozen weights that stay from step to step.
     pub(super) held: Vec<HeldWeights>,
+    /// The table of the current job, where its rows come apart.
+    pub(super) rows: Option<ArrivingRows>,
     /// Frozen weights of the jobs behind the next one, in the order of the jobs.
     pub(super) early: Vec<EarlyWeights>,
     /// The call of the current job.
@@ -79,6 +82,7 @@ impl Launcher {
             prefetched: Prefetched::default(),
             resident: Vec::new(),
             held: Vec::new(),
+            rows: None,
             early: Vec::new(),
             call: Weak::new(),
             queue,
@@ -124,6 +128,7 @@ impl Launcher {
             // Work of the job may still be queued on the device, and fail in its own way.
             call.spec.ring_calls.drain(&self.port);
         }
+        self.rows = None;
         // Kernels of the next job report to its own call.
         self.worker = self.port.worker().clone();
         // No task is under way, so what comes early need not leave it room.
@@ -201,6 +206,7 @@ impl Launcher {
     fn run_job(&mut self, job: &mut StageJob) -> Result<()> {
         let call = job.call.clone();
         self.place_weights(job)?;
+        self.await_rows(job)?;
         self.report_to(&call, job.stage)?;
         let pass = call.spec.stages[job.stage].pass;
         if pass != Pass::Forward

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use roundpipe_tensor::{Cx, ParamId, Result as TensorResult, Tensor};
 
+use super::early_rows::EarlyRows;
 use super::hooks::Hooks;
 use super::repeats::Repeats;
 use crate::layer::Layer;
@@ -32,6 +33,8 @@ pub(crate) struct Model {
     pub inference: bool,
     /// What is known of its layers' recomputes.
     pub repeats: Repeats,
+    /// What calls ask of the update under way.
+    pub early_rows: EarlyRows,
     /// Whether projections run in fp8, in training.
     pub fp8: bool,
     /// What is registered now; a call takes it as it is.

@@ -4,7 +4,9 @@
 //! gradient has landed then, so the step is sure to happen. Until that moment it can be called off
 //! without a trace. Layers are updated from the first to the last, each published as soon as it is
 //! done, so that the next call's forward follows layer by layer behind the update instead of
-//! waiting for all of it. What needs all gradients before, their norm, is summed as they land.
+//! waiting for all of it. A table in front of a model, of which the next call reads some rows, is put
+//! off: those rows come first, the others last ([`super::early_rows`]). What needs all gradients
+//! before, their norm, is summed as they land.
 //!
 //! # Invariants
 //! - Steps are done one after another, in the order they were asked for.
@@ -25,13 +27,15 @@ use std::time::{Duration, Instant};
 
 use roundpipe_tensor::nvtx;
 
-use super::call::{Call, CallList};
+use super::call::{Call, CallList, Landed};
+use super::early_rows::{TABLE, TableUpdate};
 use super::model::Model;
 use super::task::panic_text;
 use crate::checkpoint::SaveProgress;
 use crate::checkpoint::manifest::SavedScaler;
 use crate::checkpoint::state::{HeldState, RunState};
 use crate::checkpoint::write::{SaveTarget, Snapshot, Written, write};
+use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::groups::ResolvedGroups;
 use crate::optim::StepReport;
@@ -40,7 +44,7 @@ use crate::status::Board;
 use crate::store::Store;
 use crate::sync::{lock, unpoisoned};
 use crate::trace::{Category, Lane, Span, Trace, Track};
-use crate::update::{Apply, Decision, FunctionVersions, OptimParams, Update};
+use crate::update::{Apply, BegunSquares, Decision, FunctionVersions, OptimParams, Update};
 use crate::version::Abort;
 
 /// How long a step waits for a user who holds a parameter.
@@ -88,6 +92,7 @@ pub(crate) struct StepRequest {
     pub calls: Vec<Arc<Call>>,
     /// The first call that is submitted after it.
     pub next_call: u64,
+    pub lag: Lag,
     pub work: Work,
     pub outcome: Arc<Outcome>,
 }
@@ -450,14 +455,17 @@ impl OptimizerThread {
             read_version,
             calls,
             next_call,
+            lag,
             work,
             outcome,
         } = request;
         // A function of the user may panic; the store is then as before.
         let step = catch_unwind(AssertUnwindSafe(|| {
-            self.step((read_version, version), &calls, work, &outcome)
+            self.step((read_version, version), lag, &calls, work, &outcome)
         }));
         let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
+        // A step that failed serves no one; calls that asked fail with it.
+        drop(self.model.early_rows.close());
         match step {
             Ok(report) => outcome.set(StepPhase::Done(report)),
             Err(error) => self.fail_step(&outcome, next_call, error),
@@ -545,6 +553,7 @@ impl OptimizerThread {
     fn step(
         &self,
         (read_version, version): (u64, u64),
+        lag: Lag,
         calls: &[Arc<Call>],
         work: Work,
         outcome: &Outcome,
@@ -582,7 +591,7 @@ impl OptimizerThread {
                     self.streak.add(self.nonfinite_place(calls, &squares));
                 }
                 self.streak.check()?;
-                self.apply(version, decision, work, outcome)
+                self.apply((version, lag), decision, work, outcome)
             }
             Work::Skip => {
                 let decision = Decision {
@@ -590,7 +599,7 @@ impl OptimizerThread {
                     grad_norm: Store::total(&squares).sqrt(),
                     skip: true,
                 };
-                self.apply(version, decision, RuleWork::skip(), outcome)
+                self.apply((version, lag), decision, RuleWork::skip(), outcome)
             }
             Work::Function(function) => {
                 let versions = FunctionVersions {
@@ -645,9 +654,17 @@ impl OptimizerThread {
         let mut open: Vec<_> = (0..squares.len())
             .map(|layer| (layer, store.grad_layers(layer)))
             .collect();
+        let mut begun = BegunSquares::default();
+        let mut landed = Landed::default();
         while !open.is_empty() {
-            for layer in last.wait_landed("optimizer", &mut open)? {
-                squares[layer] = store.squares(layer, groups, clip_value)?;
+            landed = last.wait_landed("optimizer", &mut open, &landed)?;
+            for &layer in &landed.ready {
+                squares[layer] = store.finish_squares(layer, groups, clip_value, &mut begun)?;
+            }
+            // Of a large gradient the first parts are squared while the last are on their way.
+            for (layer, _) in &open {
+                let bytes = |layer, param| landed.bytes(layer, param);
+                store.begin_squares(*layer, groups, clip_value, &bytes, &mut begun)?;
             }
         }
         Ok(squares)
@@ -655,7 +672,7 @@ impl OptimizerThread {
 
     fn apply(
         &self,
-        version: u64,
+        (version, lag): (u64, Lag),
         decision: Decision,
         work: RuleWork,
         outcome: &Outcome,
@@ -678,10 +695,18 @@ impl OptimizerThread {
         // and do not wait for it, so the waits end without one.
         let never = store.abort();
         self.patiently(Some(BUSY_TIMEOUT), || store.check_open(version, &never))?;
+        // Behind a step at lag 1 no call reads what it writes before the step after it is asked for.
+        let by_rows = lag == Lag::Zero && !decision.skip && store.updates_by_rows(TABLE, &apply)?;
+        // Before the caller goes on, who may ask for rows at once.
+        let puts_off = by_rows && self.model.early_rows.open(version);
         // The first layer is about to change: from here on the step is made, and a caller at lag 0
         // may go on.
         outcome.set(StepPhase::Begun);
-        let first_partial = self.apply_layers(decision.skip, &apply, &never)?;
+        let first_partial = if puts_off {
+            self.apply_by_rows(&apply, &never)?
+        } else {
+            self.apply_layers(decision.skip, &apply, &never)?
+        };
         store.set_steps(step);
         match first_partial {
             Some(layer) => self.streak.add(format!(
@@ -706,31 +731,113 @@ impl OptimizerThread {
     /// Updates layer by layer, or leaves all as they are; the first layer of which some elements
     /// kept their value because the new one was not finite.
     fn apply_layers(&self, skip: bool, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
-        let store = &self.model.store;
         let mut first_partial = None;
-        // The first update fills memory that the system has only promised; it says nothing about
-        // the others.
-        let is_typical = !skip && apply.step > 1;
-        for layer in 0..store.layers().len() {
-            let start = self.trace.now_ns();
-            // A step that has begun is finished, however long a user holds a parameter.
-            let kept = self.patiently(None, || {
-                if skip {
-                    store.skip(layer, apply.next_version, never)?;
-                    return Ok(false);
-                }
-                store.apply(layer, apply, never)
-            })?;
-            if kept {
+        for layer in 0..self.model.store.layers().len() {
+            if self.apply_layer(layer, skip, apply, never)? {
                 first_partial.get_or_insert(layer);
-            }
-            self.note(layer, apply.next_version, start);
-            if is_typical && store.layer(layer).own_trainable().next().is_some() {
-                let ms = (self.trace.now_ns() - start) as f64 / 1e6;
-                lock(&self.times).push(UpdateTime { layer, ms });
             }
         }
         Ok(first_partial)
+    }
+
+    /// As [`OptimizerThread::apply_layers`], with the table in front put off: the rows that calls
+    /// wait for are updated between the other layers, and the rest behind them.
+    fn apply_by_rows(&self, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
+        let store = &self.model.store;
+        let table = self.patiently(None, || store.open_table(TABLE, apply, never))?;
+        let mut table = Some(TableUpdate::new(table));
+        let mut partial = Vec::new();
+        let mut layers = 0..store.layers().len();
+        let updated = layers.try_for_each(|layer| {
+            // The layer behind the table first: a caller needs a moment to ask for its rows.
+            if layer != TABLE && self.apply_layer(layer, false, apply, never)? {
+                partial.push(layer);
+            }
+            let Some(update) = &mut table else {
+                return Ok(());
+            };
+            let wants_all = self.serve_rows(update, layer + 1, apply)?;
+            match table.take_if(|_| wants_all) {
+                Some(update) => self.finish_table(update, apply, &mut partial),
+                None => Ok(()),
+            }
+        });
+        // A step that has begun is finished, also where a layer could not be updated.
+        if let Some(update) = table {
+            self.finish_table(update, apply, &mut partial)?;
+        }
+        updated?;
+        Ok(partial.into_iter().min())
+    }
+
+    /// Updates the rows that are due now that all layers before `layer` are updated. Whether a call
+    /// waits for the whole table.
+    fn serve_rows(
+        &self,
+        update: &mut TableUpdate<'_>,
+        layer: usize,
+        apply: &Apply,
+    ) -> Result<bool> {
+        let start = self.trace.now_ns();
+        let served = update.serve(&self.model.early_rows, layer)?;
+        if served.microbatches > 0 {
+            update.rows_ms += self.ms_since(start);
+            self.note(TABLE, apply.next_version, start);
+        }
+        Ok(served.wants_all)
+    }
+
+    /// Updates what is left of the table and publishes it.
+    fn finish_table(
+        &self,
+        update: TableUpdate<'_>,
+        apply: &Apply,
+        partial: &mut Vec<usize>,
+    ) -> Result<()> {
+        let start = self.trace.now_ns();
+        let rows_ms = update.rows_ms;
+        if update.finish(&self.model.early_rows)? {
+            partial.push(TABLE);
+        }
+        self.note(TABLE, apply.next_version, start);
+        if apply.step > 1 {
+            // Where rows came first, a forward waits for no more than those.
+            let ms = if rows_ms > 0.0 {
+                rows_ms
+            } else {
+                self.ms_since(start)
+            };
+            lock(&self.times).push(UpdateTime { layer: TABLE, ms });
+        }
+        Ok(())
+    }
+
+    fn ms_since(&self, start_ns: u64) -> f64 {
+        (self.trace.now_ns() - start_ns) as f64 / 1e6
+    }
+
+    /// Updates one layer, or leaves it as it is. Whether some elements kept their value because the
+    /// new one was not finite.
+    fn apply_layer(&self, layer: usize, skip: bool, apply: &Apply, never: &Abort) -> Result<bool> {
+        let store = &self.model.store;
+        let start = self.trace.now_ns();
+        // A step that has begun is finished, however long a user holds a parameter.
+        let kept = self.patiently(None, || {
+            if skip {
+                store.skip(layer, apply.next_version, never)?;
+                return Ok(false);
+            }
+            store.apply(layer, apply, never)
+        })?;
+        self.note(layer, apply.next_version, start);
+        // The first update fills memory that the system has only promised; it says nothing about
+        // the others.
+        let is_typical = !skip && apply.step > 1;
+        if is_typical && store.layer(layer).own_trainable().next().is_some() {
+            let ms = self.ms_since(start);
+            lock(&self.times).push(UpdateTime { layer, ms });
+        }
+        Ok(kept)
     }
 
     fn call(

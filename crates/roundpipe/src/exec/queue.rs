@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use super::call::Call;
+use super::early_rows::RowSlots;
 use super::weights::WeightSource;
 use crate::budget::StageNeeds;
 use crate::config::Grain;
@@ -19,6 +20,8 @@ pub(crate) struct StageJob {
     pub tickets: HashMap<usize, Vec<ReadTicket>>,
     /// Where each layer's weights come from, once they are requested.
     pub weights: Option<HashMap<usize, WeightSource>>,
+    /// Where rows of its table go that come apart, once they are requested.
+    pub rows: Option<RowSlots>,
 }
 
 impl StageJob {
@@ -44,6 +47,7 @@ impl StageJob {
             stage,
             tickets,
             weights: None,
+            rows: None,
         }
     }
 }

@@ -248,6 +248,11 @@ impl Ring {
         self.0.host.usage()
     }
 
+    /// Where activations wait in host memory.
+    pub(crate) fn host_pool(&self) -> &Arc<HostPool> {
+        &self.0.host
+    }
+
     pub(crate) fn port(&self, worker: usize) -> &Arc<Port> {
         &self.0.ports[worker]
     }

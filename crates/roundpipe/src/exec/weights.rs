@@ -1,7 +1,8 @@
 //! Weights of a launcher's worker: requested, awaited, and kept where they do not change.
 //!
 //! A layer's weights come from one of three places ([`WeightSource`]), its frozen ones perhaps from
-//! another than its trained ones ([`FrozenSource`]). The upload of a job's weights
+//! another than its trained ones ([`FrozenSource`]); a table may come row by row
+//! ([`super::early_rows`]). The upload of a job's weights
 //! is requested before the tasks of the job before it start; a layer's tensors are made when its
 //! first microbatch gets there, so that compute starts as soon as the first layer has landed.
 
@@ -15,6 +16,7 @@ use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
 
 use super::call::Call;
 use super::copy_threads::{FilledWeights, FrozenTarget, WeightUpload};
+use super::early_rows::TABLE;
 use super::early_weights::EarlyUpload;
 use super::held_weights::HeldWeights;
 use super::launcher::Launcher;
@@ -152,7 +154,12 @@ impl Launcher {
         let mut slots = Vec::new();
         let mut sources = HashMap::new();
         let mut early = Vec::new();
+        let mut rows = None;
         for layer in StageJob::layers_in_order(&call, job.stage) {
+            rows = rows.or_else(|| self.reserve_rows(job, layer, beside));
+            if layer == TABLE && rows.is_some() {
+                continue;
+            }
             let source = self.weight_source(&call, job.stage, layer);
             if let WeightSource::Upload(frozen) = &source {
                 if matches!(frozen, FrozenSource::Early(..)) {
@@ -168,6 +175,7 @@ impl Launcher {
         // All slots are reserved before the first upload: without room for one, the others are
         // dropped and nothing was requested.
         job.weights = Some(sources);
+        job.rows = rows;
         self.take_early(&call, job.stage, &early);
         for (layer, slot, frozen) in slots {
             self.copies.upload(WeightUpload {
@@ -223,7 +231,10 @@ impl Launcher {
         match loaded.0.entry(layer) {
             Entry::Occupied(known) => Ok(known.into_mut()),
             Entry::Vacant(free) => {
-                let tensors = self.wait_weights(job, task, layer)?;
+                let tensors = match self.row_table(layer) {
+                    Some(table) => vec![table],
+                    None => self.wait_weights(job, task, layer)?,
+                };
                 let sums = self.earlier_sums(task, layer, tensors.len())?;
                 let stored = task.spec().model.store.layer(layer);
                 let params = stored.params().iter().map(|param| param.param.clone());

@@ -38,12 +38,7 @@ pub(super) struct OpenLayer<'a> {
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
     pub(super) fn update(&mut self, store: &Store, rule: Rule, apply: &Apply) -> Result<bool> {
-        let settings = StepSettings {
-            step: apply.step,
-            lr: apply.lr,
-            clip_value: apply.clip_value,
-            grad_scale: apply.factor,
-        };
+        let settings = apply.settings();
         let mut kept = false;
         for param in &mut self.params {
             let group = apply.groups.of(param.stored.home);
@@ -93,15 +88,7 @@ impl OpenParam<'_> {
         }
         let threads = &store.shared.threads;
         self.start_copy(threads)?;
-        let pass = RulePass {
-            rule: group.rule.unwrap_or(rule).with(group),
-            settings: StepSettings {
-                step: self.stored.own_step(settings.step),
-                lr: settings.lr * group.lr_factor,
-                ..settings
-            },
-            shape: self.stored.shape,
-        };
+        let pass = self.rule_pass(rule, settings, group);
         let grads = std::mem::take(&mut self.grads);
         let mut slabs = self.slabs(&pass, store.moment_seed())?;
         let is_plain = slabs.are_plain();
@@ -111,14 +98,14 @@ impl OpenParam<'_> {
             }
             [(dtype, grad)] => {
                 let grad = floats(*dtype, grad);
-                let done = each_part(threads, slabs.chunks(), |one, i, chunk| {
+                let done = each_part(threads, slabs.chunks(CHUNK), |one, i, chunk| {
                     let range = i * CHUNK..grad.len().min((i + 1) * CHUNK);
                     pass.run(one, grad.range(range), chunk)
                 });
                 Ok(done?.contains(&true))
             }
             grads if pass.rule.is_elementwise() => {
-                let done = each_chunk(threads, grads, slabs.chunks(), |one, chunk, grad| {
+                let done = each_chunk(threads, grads, slabs.chunks(CHUNK), |one, chunk, grad| {
                     pass.run(one, grad, chunk)
                 });
                 Ok(done?.contains(&true))
@@ -132,8 +119,26 @@ impl OpenParam<'_> {
         }
     }
 
+    /// The pass of the group's rule, or of the store's.
+    pub(super) fn rule_pass(
+        &self,
+        rule: Rule,
+        settings: StepSettings,
+        group: ParamSettings,
+    ) -> RulePass {
+        RulePass {
+            rule: group.rule.unwrap_or(rule).with(group),
+            settings: StepSettings {
+                step: self.stored.own_step(settings.step),
+                lr: settings.lr * group.lr_factor,
+                ..settings
+            },
+            shape: self.stored.shape,
+        }
+    }
+
     /// What the rule's pass writes.
-    fn slabs(&mut self, pass: &RulePass, seed: u64) -> Result<OpenSlabs<'_>> {
+    pub(super) fn slabs(&mut self, pass: &RulePass, seed: u64) -> Result<OpenSlabs<'_>> {
         let stored = self.stored;
         let master = match (&mut self.master, &mut self.remainder) {
             (Some(master), _) => OpenMaster::Copy(master.as_mut_slice()),
@@ -404,7 +409,7 @@ pub(super) fn each_chunk<T: Send, R: Send>(
 
 /// Gives `task` each part with its number, and collects the results. A part is one thread's, which
 /// `task` goes on with.
-fn each_part<T: Send, R: Send>(
+pub(super) fn each_part<T: Send, R: Send>(
     threads: &Threads,
     parts: impl Iterator<Item = T>,
     task: impl Fn(&Threads, usize, T) -> Result<R> + Sync,
@@ -423,7 +428,7 @@ fn each_part<T: Send, R: Send>(
 }
 
 /// Sums part of `grads` in f32, in their order.
-fn sum_into(
+pub(super) fn sum_into(
     threads: &Threads,
     grads: &[(DType, HostRef)],
     range: Range<usize>,

@@ -15,8 +15,8 @@ use std::ops::Range;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostMut;
 use roundpipe_tensor::optim::{
-    self, BLOCK, CHUNK, DynamicMap, Floats, FloatsMut, RandomMoment, RemaindersMut,
-    SplitAdamMoments, SplitAdamSlabs, StepSettings,
+    self, BLOCK, DynamicMap, Floats, FloatsMut, RandomMoment, RemaindersMut, SplitAdamMoments,
+    SplitAdamSlabs, StepSettings,
 };
 use roundpipe_tensor::{RngKey, RngSite, Shape, bf16};
 
@@ -79,31 +79,54 @@ impl OpenSlabs<'_> {
         is_wide && self.moments.iter().all(is_f32)
     }
 
-    /// Chunk by chunk, for rules whose moments are all as long as the weights.
-    pub fn chunks(&mut self) -> impl Iterator<Item = OpenSlabs<'_>> {
-        let mut moments: Vec<_> = self.moments.iter_mut().map(OpenMoment::chunks).collect();
-        let chunks = self.weights.chunks().zip(self.master.chunks());
+    /// In pieces of `len` elements, whole blocks of 8-bit codes, for rules whose moments are all as
+    /// long as the weights.
+    pub fn chunks(&mut self, len: usize) -> impl Iterator<Item = OpenSlabs<'_>> {
+        let moments = self.moments.iter_mut();
+        let mut moments: Vec<_> = moments.map(|moment| moment.chunks(len)).collect();
+        let chunks = self.weights.chunks(len).zip(self.master.chunks(len));
         chunks.map(move |(weights, master)| OpenSlabs {
             weights,
             master,
             moments: moments.iter_mut().filter_map(Iterator::next).collect(),
         })
     }
+
+    /// Some elements, from a multiple of 16 on, for rules as above and moments of no blocks.
+    pub fn range(&mut self, range: Range<usize>) -> OpenSlabs<'_> {
+        let moments = self.moments.iter_mut();
+        OpenSlabs {
+            weights: self.weights.range(range.clone()),
+            master: self.master.range(range.clone()),
+            moments: moments.map(|moment| moment.range(range.clone())).collect(),
+        }
+    }
 }
 
 impl OpenMaster<'_> {
-    fn chunks(&mut self) -> Box<dyn Iterator<Item = OpenMaster<'_>> + '_> {
+    fn chunks(&mut self, len: usize) -> Box<dyn Iterator<Item = OpenMaster<'_>> + '_> {
         match self {
             Self::Weights => Box::new(std::iter::repeat_with(|| OpenMaster::Weights)),
-            Self::Copy(master) => Box::new(master.chunks_mut(CHUNK).map(OpenMaster::Copy)),
+            Self::Copy(master) => Box::new(master.chunks_mut(len).map(OpenMaster::Copy)),
             Self::Remainder { newest, remainders } => {
-                let mut newest = newest.map(|newest| newest.chunks(CHUNK));
-                let chunks = remainders.chunks(CHUNK).map(move |remainders| {
+                let mut newest = newest.map(|newest| newest.chunks(len));
+                let chunks = remainders.chunks(len).map(move |remainders| {
                     let newest = newest.as_mut().and_then(Iterator::next);
                     OpenMaster::Remainder { newest, remainders }
                 });
                 Box::new(chunks)
             }
+        }
+    }
+
+    fn range(&mut self, range: Range<usize>) -> OpenMaster<'_> {
+        match self {
+            Self::Weights => OpenMaster::Weights,
+            Self::Copy(master) => OpenMaster::Copy(&mut master[range]),
+            Self::Remainder { newest, remainders } => OpenMaster::Remainder {
+                newest: newest.map(|newest| &newest[range.clone()]),
+                remainders: remainders.range(range),
+            },
         }
     }
 }
@@ -139,29 +162,43 @@ impl<'a> OpenMoment<'a> {
         pairs.iter_mut().enumerate().map(open).collect()
     }
 
-    fn chunks(&mut self) -> Box<dyn Iterator<Item = OpenMoment<'_>> + '_> {
+    fn chunks(&mut self, len: usize) -> Box<dyn Iterator<Item = OpenMoment<'_>> + '_> {
         match self {
-            Self::Plain(values) => Box::new(values.chunks().map(OpenMoment::Plain)),
+            Self::Plain(values) => Box::new(values.chunks(len).map(OpenMoment::Plain)),
             Self::Random { values, key, first } => {
                 let (key, first) = (*key, *first);
-                let chunks = values.chunks_mut(CHUNK).enumerate();
+                let chunks = values.chunks_mut(len).enumerate();
                 Box::new(chunks.map(move |(i, values)| OpenMoment::Random {
                     values,
                     key,
-                    first: first + (i * CHUNK) as u64,
+                    first: first + (i * len) as u64,
                 }))
             }
             Self::Codes { codes, scales, map } => {
                 let map = *map;
-                let chunks = codes
-                    .chunks_mut(CHUNK)
-                    .zip(scales.chunks_mut(CHUNK / BLOCK));
+                let chunks = codes.chunks_mut(len).zip(scales.chunks_mut(len / BLOCK));
                 Box::new(chunks.map(move |(codes, scales)| OpenMoment::Codes {
                     codes,
                     scales,
                     map,
                 }))
             }
+        }
+    }
+
+    fn range(&mut self, range: Range<usize>) -> OpenMoment<'_> {
+        match self {
+            Self::Plain(values) => OpenMoment::Plain(values.range(range)),
+            Self::Random { values, key, first } => OpenMoment::Random {
+                key: *key,
+                first: *first + range.start as u64,
+                values: &mut values[range],
+            },
+            Self::Codes { codes, scales, map } => OpenMoment::Codes {
+                scales: &mut scales[blocks(&range)],
+                codes: &mut codes[range],
+                map: *map,
+            },
         }
     }
 

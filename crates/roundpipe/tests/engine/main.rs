@@ -6,6 +6,7 @@ mod checkpoint_files;
 mod checkpoints;
 mod data;
 mod early;
+mod early_rows;
 mod faults;
 mod finite;
 mod gpu;

@@ -60,6 +60,10 @@ impl Layer for Embed {
         map.insert("hidden".into(), hidden.into());
         Ok(Tree::Map(map))
     }
+
+    fn rows_read(&self, input: &Tree<HostTensor>) -> Option<HostTensor> {
+        input.get("ids").ok()?.clone().tensor().ok()
+    }
 }
 
 /// Attention and a gated product, with dropout and a value kept for the recompute.

@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(128) cached_combine(
 #ifdef WORD
 extern "C" __global__ void __launch_bounds__(256) cache_write(
     const WORD* __restrict__ x, const int* __restrict__ at, WORD* __restrict__ cache, i64 steps, i64 words,
-    i64 capacity, i64 total, u32* alarm, u32 code
+    i64 capacity, i64 apart, i64 total, u32* alarm, u32 code
 ) {
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
@@ -314,6 +314,6 @@ extern "C" __global__ void __launch_bounds__(256) cache_write(
         if (rest == 0) raise_alarm(alarm, code, start, row, capacity + 1 - steps);
         return;
     }
-    cache[(row * capacity + start) * words + rest] = x[i];
+    cache[(row * apart + start) * words + rest] = x[i];
 }
 #endif
