@@ -368,14 +368,12 @@ impl Port {
                 bytes: range.bytes().len() as u64,
             };
             src += copy.bytes;
-            // SAFETY: the flight below owns the tensor and the host range until the lane has passed
-            // (and a failed copy or record leaves the lane dry); the lane waits for the
-            // kernel that wrote the tensor (`after`).
-            if copy.bytes > 0
-                && let Err(error) = unsafe { lane.copy(&copy) }
-            {
-                drain_lane(lane);
-                return Err(error);
+            if copy.bytes > 0 {
+                // SAFETY: the flight below owns the tensor and the host range until the lane has
+                // passed (and a failed copy or record leaves the lane dry); the lane waits for the
+                // kernel that wrote the tensor (`after`).
+                let queued = unsafe { lane.copy(&copy) };
+                queued.inspect_err(|_| drain_lane(lane))?;
             }
             flights.push(Flight::new(lane.record()?, (tensor.clone(), range)));
         }
