@@ -40,12 +40,43 @@ impl OpenLayer<'_> {
     pub(super) fn update(&mut self, store: &Store, rule: Rule, apply: &Apply) -> Result<bool> {
         let settings = apply.settings();
         let mut kept = false;
+        let mut cut = Vec::new();
         for param in &mut self.params {
             let group = apply.groups.of(param.stored.home);
-            kept |= param.update(store, rule, settings, group)?;
+            if param.is_cut(rule, group) {
+                cut.push(param.cut_pass(store, rule, settings, group)?);
+            } else {
+                kept |= param.update(store, rule, settings, group)?;
+            }
         }
-        Ok(kept)
+        Ok(run_cut(&store.shared.threads, &mut cut)? || kept)
     }
+}
+
+/// A pass over one parameter that goes chunk by chunk.
+struct CutPass<'a> {
+    pass: RulePass,
+    grad: (DType, HostRef),
+    slabs: OpenSlabs<'a>,
+}
+
+/// Runs the chunks of all parameters together: at the end of each parameter by itself, threads would
+/// wait for the last chunk.
+fn run_cut(threads: &Threads, params: &mut [CutPass<'_>]) -> Result<bool> {
+    let mut chunks = Vec::new();
+    for CutPass { pass, grad, slabs } in params {
+        let grad = floats(grad.0, &grad.1);
+        for (i, chunk) in slabs.chunks(CHUNK).enumerate() {
+            let range = i * CHUNK..grad.len().min((i + 1) * CHUNK);
+            chunks.push((&*pass, grad.range(range), chunk));
+        }
+    }
+    let done = each_part(
+        threads,
+        chunks.into_iter(),
+        |one, _, (pass, grad, chunk)| pass.run(one, grad, chunk),
+    );
+    Ok(done?.contains(&true))
 }
 
 /// The slabs of one parameter, opened for an update.
@@ -91,19 +122,8 @@ impl OpenParam<'_> {
         let pass = self.rule_pass(rule, settings, group);
         let grads = std::mem::take(&mut self.grads);
         let mut slabs = self.slabs(&pass, store.moment_seed())?;
-        let is_plain = slabs.are_plain();
         match &grads[..] {
-            [(dtype, grad)] if is_plain || !pass.rule.is_elementwise() => {
-                pass.run(threads, floats(*dtype, grad), slabs)
-            }
-            [(dtype, grad)] => {
-                let grad = floats(*dtype, grad);
-                let done = each_part(threads, slabs.chunks(CHUNK), |one, i, chunk| {
-                    let range = i * CHUNK..grad.len().min((i + 1) * CHUNK);
-                    pass.run(one, grad.range(range), chunk)
-                });
-                Ok(done?.contains(&true))
-            }
+            [(dtype, grad)] => pass.run(threads, floats(*dtype, grad), slabs),
             grads if pass.rule.is_elementwise() => {
                 let done = each_chunk(threads, grads, slabs.chunks(CHUNK), |one, chunk, grad| {
                     pass.run(one, grad, chunk)
@@ -117,6 +137,35 @@ impl OpenParam<'_> {
                 pass.run(threads, Floats::F32(&sum), slabs)
             }
         }
+    }
+
+    /// Whether the pass goes chunk by chunk: what it writes is not all f32, and one gradient is there
+    /// as it is.
+    fn is_cut(&self, rule: Rule, group: ParamSettings) -> bool {
+        let rule = group.rule.unwrap_or(rule);
+        let has_f32_values = match self.remainder {
+            Some(_) => false,
+            None => self.master.is_some() || self.stored.dtype == DType::F32,
+        };
+        let has_f32_moments =
+            self.stored.state_dtype == DType::F32 && self.moment_type == MomentType::F32;
+        let is_plain = has_f32_values && has_f32_moments;
+        !group.frozen && !is_plain && self.grads.len() == 1 && rule.is_elementwise()
+    }
+
+    /// The pass of a parameter that [`OpenParam::is_cut`].
+    fn cut_pass(
+        &mut self,
+        store: &Store,
+        rule: Rule,
+        settings: StepSettings,
+        group: ParamSettings,
+    ) -> Result<CutPass<'_>> {
+        self.start_copy(&store.shared.threads)?;
+        let pass = self.rule_pass(rule, settings, group);
+        let grad = self.grads.remove(0);
+        let slabs = self.slabs(&pass, store.moment_seed())?;
+        Ok(CutPass { pass, grad, slabs })
     }
 
     /// The pass of the group's rule, or of the store's.
