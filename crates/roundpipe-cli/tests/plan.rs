@@ -348,14 +348,7 @@ const MEASURED: [Measured; 7] = [
 fn predictions_are_near_what_was_measured() {
     let mut wrong = Vec::new();
     for case in &MEASURED {
-        let fixed = [
-            "plan",
-            "--gpus",
-            "h200",
-            "--gpu-memory",
-            "24GiB",
-            "--json",
-        ];
+        let fixed = ["plan", "--gpus", "h200", "--gpu-memory", "24GiB", "--json"];
         let args: Vec<&str> = fixed.into_iter().chain(case.settings.split(' ')).collect();
         let (status, answer) = json(&args);
         assert_eq!(status, Some(0), "{answer}");

@@ -157,9 +157,7 @@ impl Store {
             let left = chunks.len() * CHUNK..param.shape.numel();
             let mut grads = Vec::new();
             for &(layer, index) in &param.users {
-                if self.layers()[layer].filled(index) {
-                    grads.extend(self.grad_part(layer, index, left.clone())?);
-                }
+                grads.extend(self.filled_part(layer, index, left.clone())?);
             }
             if grads.is_empty() {
                 continue;
@@ -168,6 +166,23 @@ impl Store {
             squares.push(chunks.iter().sum());
         }
         Ok(squares)
+    }
+
+    /// Elements of a gradient that has landed whole.
+    fn filled_part(
+        &self,
+        layer: usize,
+        index: usize,
+        range: Range<usize>,
+    ) -> Result<Option<(DType, HostRef)>> {
+        let here = &self.layers()[layer];
+        // Also without a gradient: the first look makes the layer's state from its weights, which an
+        // update has closed to readers when it asks for masters.
+        here.grad_range(index)?;
+        match here.filled(index) {
+            true => self.grad_part(layer, index, range),
+            false => Ok(None),
+        }
     }
 
     /// Elements of a gradient; `None` for a frozen parameter.
@@ -505,9 +520,7 @@ impl Store {
     fn grads_of(&self, param: &StoredParam) -> Result<Vec<(DType, HostRef)>> {
         let mut grads = Vec::new();
         for &(layer, index) in &param.users {
-            if self.layers()[layer].filled(index) {
-                grads.extend(self.grad_part(layer, index, 0..param.shape.numel())?);
-            }
+            grads.extend(self.filled_part(layer, index, 0..param.shape.numel())?);
         }
         Ok(grads)
     }
