@@ -22,8 +22,8 @@
 //! the next fence of that worker returns it as an error. So no launch ever waits.
 //!
 //! # Invariants
-//! - The result of a kernel depends on its operands alone: no atomics on floats, fixed orders of
-//!   sums.
+//! - The result of a kernel depends on its operands alone: floats are added in fixed
+//!   orders.
 //! - Memory is taken once per worker, plainly; nothing is allocated afterwards.
 //! - No call here prints or ends the process. After an error that the driver does not recover from,
 //!   the card is lost: every later call returns that same error; other devices go on.

@@ -153,6 +153,33 @@ fn what_is_evaluated_after_a_wait_is_what_is_saved() {
     }
 }
 
+/// A function that is the first step of an engine, without gradients, finds masters that were made
+/// from the weights before the update closed them.
+#[test]
+fn a_step_function_may_come_first() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for devices in [models::cpus(1), sims()] {
+            let model = model(dtype);
+            // One slab: the weights that masters are made from are those that the update writes.
+            let builder = builder(&model, devices).max_lag(Lag::Zero);
+            let engine = builder.build().unwrap();
+            let halve = |params: &mut roundpipe::OptimParams<'_>| {
+                params.iter_mut().for_each(|param| param.value.fill(0.5));
+                Ok(())
+            };
+            let step = engine.step(halve, Lag::Zero).unwrap();
+            step.wait().unwrap();
+            let halves = models::f64_bits(vec![0.5]);
+            for (name, bits) in models::params(&model) {
+                assert!(
+                    bits.iter().all(|bits| *bits == halves[0]),
+                    "{name}, {dtype}"
+                );
+            }
+        }
+    }
+}
+
 /// A step function that is refused, by an error or a panic, changes nothing that any call reads:
 /// not the newest weights, not the version before, not the copies, for every type and lag; and a
 /// forward that was kept has its gradients.
