@@ -6,6 +6,7 @@
 //! measured loss to the last, which a long run has.
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -101,7 +102,7 @@ pub struct BenchCmd {
     /// Compute nothing: say how much GPU memory a step takes, without a GPU too
     #[arg(long, conflicts_with_all = ["devices", "trace", "kernels"], requires = "gpu_memory")]
     dry_run: bool,
-    /// Write a trace of two more steps for Perfetto, and print how fast their copies were
+    /// Write a trace of three more steps for Perfetto, and print how fast their copies were
     #[arg(long)]
     trace: Option<PathBuf>,
     /// Time every kernel of two more steps, and print the longest by kind and sizes
@@ -379,32 +380,29 @@ impl BenchCmd {
         out: &mut impl Write,
     ) -> anyhow::Result<Measured> {
         let mut loss = 0.0;
-        for step in 0..self.warm_up {
-            let start = Instant::now();
-            loss = self.step(engine, vocab, step)?;
-            writeln!(
-                out,
-                "warm-up {step}: loss {loss:.4}, {:.2} s",
-                start.elapsed().as_secs_f64()
-            )?;
-            out.flush()?;
-        }
+        let mut start = Instant::now();
+        self.run_steps(engine, vocab, 0..self.warm_up, |step, mean| {
+            loss = mean;
+            let seconds = start.elapsed().as_secs_f64();
+            start = Instant::now();
+            writeln!(out, "warm-up {step}: loss {loss:.4}, {seconds:.2} s")?;
+            Ok(out.flush()?)
+        })?;
         engine.synchronize()?;
         if let Some(note) = engine.ring().pins().note() {
             writeln!(out, "{note}")?;
         }
         let start = Instant::now();
         let mut losses_at = Vec::new();
-        for step in 0..self.steps {
-            loss = self.step(engine, vocab, self.warm_up + step)?;
-            writeln!(
-                out,
-                "step {step}: loss {loss:.4}, {:.2} s so far",
-                start.elapsed().as_secs_f64()
-            )?;
-            out.flush()?;
-            losses_at.push(start.elapsed().as_secs_f64());
-        }
+        let steps = self.warm_up..self.warm_up + self.steps;
+        self.run_steps(engine, vocab, steps, |step, mean| {
+            loss = mean;
+            let seconds = start.elapsed().as_secs_f64();
+            losses_at.push(seconds);
+            let step = step - self.warm_up;
+            writeln!(out, "step {step}: loss {loss:.4}, {seconds:.2} s so far")?;
+            Ok(out.flush()?)
+        })?;
         engine.synchronize()?;
         let seconds = start.elapsed().as_secs_f64() / self.steps as f64;
         if let Some(plan) = engine.last_plan(PlanKind::Fused) {
@@ -428,7 +426,8 @@ impl BenchCmd {
         let model = self.model(out)?;
         let engine = self.engine(&model, &[Meta::like(DeviceKind::Cuda)])?;
         for step in 0..self.steps.max(3) {
-            self.step_of(&engine, model.config.vocab, step)?;
+            let (inputs, config) = self.batch(&engine, model.config.vocab, step)?;
+            engine.train(inputs).config(config).run()?;
             engine.skip_step(self.lag())?;
         }
         engine.synchronize()?;
@@ -446,29 +445,44 @@ impl BenchCmd {
         )
     }
 
-    /// Forward and backward of a step; its loss, a mean over the batch.
-    fn step_of(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
-        let trained = match self.documents {
-            None => engine.train(self.inputs(vocab, step)?).run()?,
-            Some(mean) => {
-                let batch = random_documents([self.batch, self.seq], mean, vocab, step)?;
-                let microbatches = self.microbatches.unwrap_or(engine.ring().len() + 1);
-                let (inputs, config) = batches::call(&Arc::new(batch), microbatches)?;
-                engine.train(inputs).config(config).run()?
-            }
+    /// What the call of a step takes.
+    fn batch(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<BenchBatch> {
+        let Some(mean) = self.documents else {
+            return Ok((self.inputs(vocab, step)?, RunConfig::default()));
         };
-        Ok(trained.losses.total())
+        let batch = random_documents([self.batch, self.seq], mean, vocab, step)?;
+        let microbatches = self.microbatches.unwrap_or(engine.ring().len() + 1);
+        Ok(batches::call(&Arc::new(batch), microbatches)?)
     }
 
-    /// One step; its loss, a mean over the batch.
-    fn step(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
-        let loss = self.step_of(engine, vocab, step)?;
+    /// Some steps from one on. Each tells `done` its loss, a mean over the batch.
+    fn run_steps(
+        &self,
+        engine: &RoundPipe,
+        vocab: usize,
+        steps: Range<u64>,
+        mut done: impl FnMut(u64, f64) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
         let update = Update {
             clip: self.clip,
             ..Update::new(1e-5)
         };
-        engine.update(&update, self.lag())?;
-        Ok(loss)
+        let mut ahead = None;
+        for step in steps.clone() {
+            let (inputs, config) = match ahead.take() {
+                Some(batch) => batch,
+                None => self.batch(engine, vocab, step)?,
+            };
+            let trained = engine.train(inputs).config(config).run()?;
+            // While the backward runs, as a data loader does: behind the update, at lag 0, the GPU
+            // would wait for it.
+            if step + 1 < steps.end {
+                ahead = Some(self.batch(engine, vocab, step + 1)?);
+            }
+            engine.update(&update, self.lag())?;
+            done(step, trained.losses.total())?;
+        }
+        Ok(())
     }
 
     /// The length of rows in which a token attends to as many others as it does here on average.
@@ -509,9 +523,8 @@ impl BenchCmd {
         engine.synchronize()?;
         let worker = &engine.ring().workers()[0];
         worker.time_kernels(true);
-        for step in 0..STEPS {
-            self.step(engine, vocab, self.warm_up + self.steps + step)?;
-        }
+        let first = self.warm_up + self.steps;
+        self.run_steps(engine, vocab, first..first + STEPS, |_, _| Ok(()))?;
         engine.synchronize()?;
         worker.time_kernels(false);
         let times = worker.kernel_times();
@@ -532,10 +545,10 @@ impl BenchCmd {
     }
 
     fn trace(&self, engine: &RoundPipe, vocab: usize, path: &Path) -> anyhow::Result<()> {
+        const TRACED: u64 = 3;
         engine.trace().on();
-        for step in 0..2 {
-            self.step(engine, vocab, self.warm_up + self.steps + step)?;
-        }
+        let first = self.warm_up + self.steps;
+        self.run_steps(engine, vocab, first..first + TRACED, |_, _| Ok(()))?;
         engine.synchronize()?;
         engine.trace().off();
         for line in copies(&engine.trace().spans()) {
@@ -547,6 +560,9 @@ impl BenchCmd {
             .with_context(|| format!("cannot write {}", path.display()))
     }
 }
+
+/// What a call takes.
+type BenchBatch = (Inputs, RunConfig);
 
 /// What the measured steps took.
 struct Measured {

@@ -31,6 +31,7 @@
 //!   pageable memory, and a stamp every few seconds ([`clock`]).
 
 mod attention;
+mod backlog;
 mod call;
 mod clock;
 pub mod compile;

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use cudarc::driver::result;
 
 use super::attention::BackwardWays;
+use super::backlog::Backlog;
 use super::context::{Gpu, card, failed, find, lacks_fp8, too_old};
 use super::costs::cost_model;
 use super::faults::ErrorWord;
@@ -104,6 +105,7 @@ impl Cuda {
                 kind,
                 stream,
                 barrier,
+                backlog: Backlog::default(),
                 gpu: gpu.clone(),
                 id,
                 alarm: alarm.clone(),
@@ -249,8 +251,9 @@ unsafe impl Device for Cuda {
     }
 
     fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Replay>>> {
-        let stream = self.lanes[LaneKind::Compute as usize].stream;
-        let graph = CudaGraph::capture(&self.gpu, stream, body)?;
+        let lane = &self.lanes[LaneKind::Compute as usize];
+        let capture = || CudaGraph::capture(&self.gpu, lane.stream, body);
+        let graph = lane.backlog.while_capturing(capture)?;
         Ok(Some(Box::new(graph)))
     }
 

@@ -1,7 +1,8 @@
 //! Lanes as streams.
 //!
 //! A lane queues copies and kernels of one kind and never waits, but for a fence, a copy of
-//! pageable memory, and a record that the driver refuses.
+//! pageable memory, a record that the driver refuses, and kernels that are far ahead of the GPU
+//! ([`backlog`](super::backlog)).
 //!
 //! # Invariants
 //! - A stream waits only for events, never for another stream by default.
@@ -15,6 +16,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
+use super::backlog::Backlog;
 use super::context::Gpu;
 use super::event::CudaEvent;
 use super::faults::ErrorWord;
@@ -28,6 +30,7 @@ pub(crate) struct CudaLane {
     pub(super) stream: sys::CUstream,
     /// Dropped after the stream has run dry.
     pub(super) barrier: BarrierWord,
+    pub(super) backlog: Backlog,
     pub(super) alarm: Arc<ErrorWord>,
     pub(super) gpu: Arc<Gpu>,
     pub(super) id: DeviceId,
@@ -47,6 +50,11 @@ impl CudaLane {
             },
             other => other,
         }
+    }
+
+    /// Waits until the GPU has room for one more operation behind those that are queued.
+    pub(super) fn make_room(&self) -> Result<()> {
+        self.backlog.make_room(|| self.record())
     }
 
     /// Records an event; when that fails, the stream has run dry.

@@ -45,6 +45,7 @@ unsafe impl Ops for CudaOps {
             });
         };
         self.gpu.enter()?;
+        lane.make_room()?;
         let (gpu, alarm, stream) = (&*self.gpu, self.alarm.slot(faults), lane.stream);
         let call = Call {
             gpu,

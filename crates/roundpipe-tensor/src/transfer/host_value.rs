@@ -80,7 +80,9 @@ impl HostValue {
         write: impl FnOnce(&HostBuf) -> Result<(), E>,
     ) -> Result<Self, E> {
         let shape = Shape::new(&[bytes])?;
-        let (buf, free) = pool.take(bytes)?;
+        // Pinning memory stops the driver for milliseconds, so a value that is a little larger than
+        // the last must find that one's memory large enough.
+        let (buf, free) = pool.take(rounded_up(bytes))?;
         free.iter().for_each(|event| event.state().wait_quietly());
         // From here on the value gives the memory back, whatever happens.
         let backing = Backing::Pooled {
@@ -179,6 +181,12 @@ impl HostValue {
             Backing::Given { buf, .. } => Ok(buf.clone()),
         }
     }
+}
+
+/// At most an eighth more, such that values of about one size take the same.
+fn rounded_up(bytes: usize) -> usize {
+    let step = bytes.checked_next_power_of_two().unwrap_or(8) / 8;
+    bytes.checked_next_multiple_of(step.max(1)).unwrap_or(bytes)
 }
 
 impl Contents {

@@ -151,8 +151,18 @@ impl Launcher {
                 let moved = self.move_sums(here);
                 moved.map_err(|error| task.error(Some(layer), error))?;
             }
+            if self.gradients_leave_early(task) {
+                self.send_gradients(task, here)?;
+            }
         }
         Ok(grads)
+    }
+
+    /// Whether the gradients of a layer leave as soon as they are final instead of with the job: in
+    /// the last task of a call, since its end is what an update at lag 0 waits for.
+    fn gradients_leave_early(&self, task: &Task<'_>) -> bool {
+        let is_last_stage = task.stage + 1 == task.spec().stages.len();
+        is_last_stage && task.is_last() && !self.worker().device().aliases_host()
     }
 
     /// Whether sums of gradients that a task begins stay for later ones: from the first microbatch

@@ -321,6 +321,37 @@ impl Launcher {
         self.download(&task, Vec::new())
     }
 
+    /// Sends the gradients of a layer that are final, if there is room for them beside the task; if
+    /// not, they leave with the job.
+    pub(super) fn send_gradients(&self, task: &Task<'_>, layer: &mut LoadedLayer) -> Result<()> {
+        let index = layer.index;
+        let stored = task.spec().model.store.layer(index);
+        let mut gradients = Vec::new();
+        for (param, sum) in layer.sums.iter().enumerate() {
+            let Some(sum) = sum else {
+                continue;
+            };
+            let dtype = stored.params()[param].grad_dtype;
+            let rounded = self
+                .worker()
+                .copied_beside(sum, dtype, self.next_working())
+                .map_err(|error| task.error(Some(index), error))?;
+            let Some(tensor) = rounded else {
+                return Ok(());
+            };
+            gradients.push(Gradient {
+                layer: index,
+                param,
+                tensor,
+            });
+        }
+        if gradients.is_empty() {
+            return Ok(());
+        }
+        layer.sums.iter_mut().for_each(|sum| *sum = None);
+        self.download(task, gradients)
+    }
+
     /// The sums of gradients, rounded to the type in which they are stored. This happens once per
     /// call: sums of several calls in a step start from the rounded ones.
     fn round_gradients(&self, task: &Task<'_>, loaded: LoadedLayers) -> Result<Vec<Gradient>> {
