@@ -88,7 +88,7 @@ pub struct BenchCmd {
     /// Gradients of attention in any order on GPUs: faster, but the last bits vary
     #[arg(long, hide_short_help = true)]
     fast_attention: bool,
-    /// Threads of the optimizer [default: all cores]
+    /// Threads of the optimizer [default: the cores, on GPUs less one in eight; fewer at lag 1]
     #[arg(long, hide_short_help = true)]
     optimizer_threads: Option<usize>,
     /// Scale gradients down to this norm

@@ -35,6 +35,7 @@ pub(crate) mod hooks;
 pub(crate) mod launcher;
 pub(crate) mod model;
 pub(crate) mod optimizer_thread;
+mod pace;
 pub(crate) mod queue;
 pub(crate) mod repeats;
 pub mod ring;

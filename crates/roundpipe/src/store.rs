@@ -135,6 +135,11 @@ impl Store {
         Self::of_params(layers.collect(), config)
     }
 
+    /// Those that update.
+    pub(crate) fn threads(&self) -> &Threads {
+        &self.shared.threads
+    }
+
     /// Moves parameters into slabs: for each layer its name, and its parameters by full name.
     pub(crate) fn of_params(layers: Vec<LayerParams>, config: StoreConfig) -> Result<Self> {
         let threads = Threads::new(config.threads)?;

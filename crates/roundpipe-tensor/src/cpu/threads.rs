@@ -5,6 +5,7 @@
 //! same bits; this type only decides who runs which task.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
@@ -16,6 +17,8 @@ use crate::error::{Error, Result};
 pub struct Threads {
     pool: Option<Arc<rayon::ThreadPool>>,
     count: usize,
+    /// How many work at a time.
+    most: Arc<AtomicUsize>,
 }
 
 impl Threads {
@@ -27,7 +30,7 @@ impl Threads {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let count = count.unwrap_or(cores).clamp(1, 1024);
         if count == 1 || cfg!(miri) {
-            return Ok(Self { pool: None, count });
+            return Ok(Self::of(None, count));
         }
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(count)
@@ -38,15 +41,23 @@ impl Threads {
                 need: Bytes(0),
                 cause: std::io::Error::other(e),
             })?;
-        Ok(Self {
-            pool: Some(Arc::new(pool)),
-            count,
-        })
+        Ok(Self::of(Some(Arc::new(pool)), count))
+    }
+
+    fn of(pool: Option<Arc<rayon::ThreadPool>>, count: usize) -> Self {
+        let most = Arc::new(AtomicUsize::new(count));
+        Self { pool, count, most }
     }
 
     /// How many there are.
     pub fn count(&self) -> usize {
         self.count
+    }
+
+    /// Lets at most so many of them work at a time, from the next [`Threads::run`] on.
+    pub fn set_most(&self, most: usize) {
+        self.most
+            .store(most.clamp(1, self.count), Ordering::Relaxed);
     }
 
     /// Runs `task(0)` … `task(tasks - 1)`, in any order, on these threads; returns when all are
@@ -59,6 +70,10 @@ impl Threads {
     fn share(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
         match &self.pool {
             Some(pool) if tasks > 1 => {
+                let most = self.most.load(Ordering::Relaxed);
+                if most < self.count {
+                    return pool.install(|| share_among(most, tasks, task));
+                }
                 pool.install(|| (0..tasks).into_par_iter().with_max_len(1).for_each(task));
             }
             #[cfg(miri)]
@@ -68,13 +83,20 @@ impl Threads {
     }
 }
 
+/// Some of a pool's threads take the tasks one by one.
+fn share_among(threads: usize, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+    let next = AtomicUsize::new(0);
+    let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|i| *i < tasks);
+    let work = |_| std::iter::from_fn(take).for_each(task);
+    (0..threads).into_par_iter().with_max_len(1).for_each(work);
+}
+
 /// Miri refuses the queues that rayon stands on, whatever runs in them; whether tasks meet shows on
 /// any threads.
 #[cfg(miri)]
 fn plain_threads(threads: usize, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-    let next = std::sync::atomic::AtomicUsize::new(0);
-    let take =
-        || Some(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)).filter(|i| *i < tasks);
+    let next = AtomicUsize::new(0);
+    let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|i| *i < tasks);
     std::thread::scope(|scope| {
         for _ in 0..threads.min(tasks) {
             scope.spawn(|| std::iter::from_fn(take).for_each(task));
@@ -100,6 +122,27 @@ mod tests {
                 hits.iter().all(|h| h.load(Ordering::Relaxed) == 1),
                 "{count} threads"
             );
+        }
+    }
+
+    #[test]
+    fn no_more_work_than_may() {
+        let threads = Threads::new(Some(4)).unwrap();
+        for (most, allowed) in [(2, 2), (0, 1), (9, 4)] {
+            threads.set_most(most);
+            let (hits, at_once, peak) = (
+                AtomicUsize::new(0),
+                AtomicUsize::new(0),
+                AtomicUsize::new(0),
+            );
+            threads.run(97, |_| {
+                peak.fetch_max(at_once.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                std::thread::yield_now();
+                at_once.fetch_sub(1, Ordering::SeqCst);
+                hits.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(hits.into_inner(), 97, "at most {most}");
+            assert!(peak.into_inner() <= allowed, "at most {most}");
         }
     }
 }

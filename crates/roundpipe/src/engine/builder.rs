@@ -230,7 +230,8 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Threads of the optimizer; by default one per core.
+    /// Threads of the optimizer. By default one per core, less one in eight where devices have
+    /// memory of their own: the caller and the copies to them need cores, too.
     #[must_use]
     pub fn optimizer_threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
@@ -380,7 +381,7 @@ impl<M: Layer + 'static> Builder<M> {
                 optim_dtype: self.optim_dtype,
                 moments: self.moments,
                 seed: self.seed,
-                threads: self.threads,
+                threads: self.threads.or_else(|| spared_cores(&ring)),
             },
         )?;
         store.set_groups(&self.groups)?;
@@ -443,4 +444,10 @@ fn check_fp8(ring: &Ring) -> Result<()> {
     };
     let what = format!("{why}; leave fp8 off, or run on other devices");
     Err(Error::config("fp8", what))
+}
+
+/// The cores that updates take beside devices with memory of their own; `None` for all.
+fn spared_cores(ring: &Ring) -> Option<usize> {
+    let cores = std::thread::available_parallelism().ok()?.get();
+    (!ring.is_host()).then_some(cores - cores / 8)
 }

@@ -405,7 +405,7 @@ impl Planner {
     }
 
     /// Frozen weights that stay on each worker: as many as it takes until copies need no more time
-    /// than kernels, of at most three quarters of what may stay. A byte there saves copies of it,
+    /// than kernels, of at most seven eighths of what may stay. A byte there saves copies of it,
     /// which is worth much where the link is what a call waits for, and nothing elsewhere.
     fn held_bytes(&self, key: &PlanKey, needs: &CallNeeds, link: &Link) -> u64 {
         let trains = key.kind != PlanKind::Infer;
@@ -417,7 +417,7 @@ impl Planner {
         let store = &self.model.store;
         let frozen = |layer| store.frozen_part(layer).map_or(0, |part| part.bytes as u64);
         let frozen = self.layers.clone().map(frozen).sum::<u64>();
-        excess.min(frozen).min(needs.kept_bytes / 4 * 3)
+        excess.min(frozen).min(needs.kept_bytes / 8 * 7)
     }
 
     /// What pieces of forwards may take in a call.

@@ -342,6 +342,7 @@ impl Core {
     pub(super) fn come_to_rest(&self, sequence: &mut Sequence) -> Result<()> {
         // Calls first: a step waits for the gradients of its calls.
         self.wait_quiet();
+        self.optimizer.hurry();
         sequence.wait_steps();
         // A save may still read what a caller at rest may write.
         if let Some(save) = self.optimizer.last_save() {

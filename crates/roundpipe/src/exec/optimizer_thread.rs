@@ -25,11 +25,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
+use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::nvtx;
 
 use super::call::{Call, CallList, Landed};
 use super::early_rows::{TABLE, TableUpdate};
 use super::model::Model;
+use super::pace::Pace;
 use super::task::panic_text;
 use crate::checkpoint::SaveProgress;
 use crate::checkpoint::manifest::SavedScaler;
@@ -311,6 +313,8 @@ pub(crate) struct OptimizerHandle {
     last_save: Mutex<Option<Arc<SaveProgress>>>,
     /// What went wrong in saves, as warnings.
     save_warnings: Arc<Mutex<Vec<String>>>,
+    /// Those that update.
+    threads: Threads,
     id: ThreadId,
 }
 
@@ -333,6 +337,8 @@ struct OptimizerThread {
     save_warnings: Arc<Mutex<Vec<String>>>,
     /// Why the last step failed that was not called off.
     last_failure: Mutex<String>,
+    /// How many threads updates at lag 1 take, and when the last of them began.
+    pace: Mutex<(Pace, Option<Instant>)>,
 }
 
 impl OptimizerHandle {
@@ -361,6 +367,7 @@ impl OptimizerHandle {
             scaler: scaler.clone(),
             save_warnings: save_warnings.clone(),
             last_failure: Mutex::default(),
+            pace: Mutex::new((Pace::new(model.store.threads().count()), None)),
         };
         let name = format!("{} optimizer", model.name);
         let thread = std::thread::Builder::new()
@@ -380,8 +387,14 @@ impl OptimizerHandle {
             scaler,
             last_save: Mutex::default(),
             save_warnings,
+            threads: model.store.threads().clone(),
             id,
         })
+    }
+
+    /// Lets the update under way use all threads: someone waits for it.
+    pub fn hurry(&self) {
+        self.threads.set_most(self.threads.count());
     }
 
     /// What updates of layers took since the last call of this.
@@ -704,6 +717,8 @@ impl OptimizerThread {
         outcome.set(StepPhase::Begun);
         let first_partial = if puts_off {
             self.apply_by_rows(&apply, &never)?
+        } else if lag == Lag::One && !decision.skip {
+            self.apply_paced(&apply, &never)?
         } else {
             self.apply_layers(decision.skip, &apply, &never)?
         };
@@ -738,6 +753,25 @@ impl OptimizerThread {
             }
         }
         Ok(first_partial)
+    }
+
+    /// As [`OptimizerThread::apply_layers`], with as few threads as take long enough ([`Pace`]).
+    fn apply_paced(&self, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
+        let threads = self.model.store.threads();
+        let mut pace = lock(&self.pace);
+        let (pace, last) = &mut *pace;
+        let start = Instant::now();
+        let before = last.replace(start);
+        threads.set_most(pace.threads());
+        let applied = self.apply_layers(false, apply, never);
+        threads.set_most(threads.count());
+        // The first update fills memory that the system has only promised.
+        if apply.step > 1 {
+            let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+            let step_ms = before.map(|before| ms(start - before));
+            pace.record(step_ms, ms(start.elapsed()));
+        }
+        applied
     }
 
     /// As [`OptimizerThread::apply_layers`], with the table in front put off: the rows that calls
