@@ -137,6 +137,7 @@ impl Launcher {
         mut grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
         let sums_stay = self.sums_stay(task);
+        let leave_early = self.gradients_leave_early(task);
         let outbox = task.spec().needs.stages[task.stage].outbox;
         for (layer, tape) in layers.zip(tapes).rev() {
             let room = self.port.make_room(outbox);
@@ -144,15 +145,20 @@ impl Launcher {
             self.show_gradients(task, layer, &grads)?;
             let here = loaded.0.get_mut(&layer);
             let here = here.expect("the layer was run in this task");
+            let mut leaving = Vec::new();
             grads = self.timed(task, Some(layer), Category::Backward, || {
-                here.back(tape, grads, sums_stay)
+                let grads = here.back(tape, grads, sums_stay)?;
+                if leave_early {
+                    leaving = self.round_beside(task, here)?;
+                }
+                Ok(grads)
             })?;
             if sums_stay {
                 let moved = self.move_sums(here);
                 moved.map_err(|error| task.error(Some(layer), error))?;
             }
-            if self.gradients_leave_early(task) {
-                self.send_gradients(task, here)?;
+            if !leaving.is_empty() {
+                self.download(task, leaving)?;
             }
         }
         Ok(grads)

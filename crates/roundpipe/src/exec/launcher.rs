@@ -321,23 +321,24 @@ impl Launcher {
         self.download(&task, Vec::new())
     }
 
-    /// Sends the gradients of a layer that are final, if there is room for them beside the task; if
-    /// not, they leave with the job.
-    pub(super) fn send_gradients(&self, task: &Task<'_>, layer: &mut LoadedLayer) -> Result<()> {
+    /// The sums of a layer that are final, rounded; none where there is no room for them beside the
+    /// task, and then they leave with the job.
+    pub(super) fn round_beside(
+        &self,
+        task: &Task<'_>,
+        layer: &mut LoadedLayer,
+    ) -> roundpipe_tensor::Result<Vec<Gradient>> {
         let index = layer.index;
         let stored = task.spec().model.store.layer(index);
+        let working = self.next_working();
         let mut gradients = Vec::new();
         for (param, sum) in layer.sums.iter().enumerate() {
             let Some(sum) = sum else {
                 continue;
             };
             let dtype = stored.params()[param].grad_dtype;
-            let rounded = self
-                .worker()
-                .copied_beside(sum, dtype, self.next_working())
-                .map_err(|error| task.error(Some(index), error))?;
-            let Some(tensor) = rounded else {
-                return Ok(());
+            let Some(tensor) = self.worker().copied_beside(sum, dtype, working)? else {
+                return Ok(Vec::new());
             };
             gradients.push(Gradient {
                 layer: index,
@@ -345,11 +346,8 @@ impl Launcher {
                 tensor,
             });
         }
-        if gradients.is_empty() {
-            return Ok(());
-        }
         layer.sums.iter_mut().for_each(|sum| *sum = None);
-        self.download(task, gradients)
+        Ok(gradients)
     }
 
     /// The sums of gradients, rounded to the type in which they are stored. This happens once per
@@ -500,7 +498,7 @@ impl Launcher {
     }
 
     /// Downloads gradients behind all kernels so far.
-    fn download(&self, task: &Task<'_>, gradients: Vec<Gradient>) -> Result<()> {
+    pub(super) fn download(&self, task: &Task<'_>, gradients: Vec<Gradient>) -> Result<()> {
         let lane = self
             .worker()
             .device()
