@@ -197,6 +197,7 @@ impl BenchCmd {
                 "kept_on_gpu_gib": kept_gib(&engine).0,
                 "kept_in_host_gib": kept_gib(&engine).1,
                 "held_weights_gib": held_gib(&engine),
+                "kept_weights_gib": kept_weights_gib(&engine),
                 "pinned_gib": round(pins.pinned.0 as f64 / f64::from(1 << 30), 2),
                 "pageable_gib": round(pins.pageable.0 as f64 / f64::from(1 << 30), 2),
                 "product_tflops": round(rate / 1e12, 2),
@@ -441,6 +442,7 @@ impl BenchCmd {
                 "kept_on_gpu_gib": kept_gib(&engine).0,
                 "kept_in_host_gib": kept_gib(&engine).1,
                 "held_weights_gib": held_gib(&engine),
+                "kept_weights_gib": kept_weights_gib(&engine),
             }),
         )
     }
@@ -650,7 +652,16 @@ fn kept_gib(engine: &RoundPipe) -> (f64, f64) {
 
 /// Frozen weights that stay on GPUs from step to step.
 fn held_gib(engine: &RoundPipe) -> f64 {
-    let bytes: u64 = engine.held_weights().iter().map(|(_, bytes)| bytes).sum();
+    sum_gib(&engine.held_weights())
+}
+
+/// Weights that stay on GPUs from forward to backward.
+fn kept_weights_gib(engine: &RoundPipe) -> f64 {
+    sum_gib(&engine.kept_weights())
+}
+
+fn sum_gib(layers: &[(usize, u64)]) -> f64 {
+    let bytes: u64 = layers.iter().map(|(_, bytes)| bytes).sum();
     round(bytes as f64 / f64::from(1 << 30), 2)
 }
 

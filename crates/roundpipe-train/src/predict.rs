@@ -420,6 +420,8 @@ struct DryRun {
     context: u64,
     /// Activations in host memory.
     activations: u64,
+    /// Weights that are not sent again for a backward.
+    kept_weights: u64,
     store: StoreBytes,
 }
 
@@ -471,6 +473,7 @@ impl Asked<'_> {
         for (layer, share) in engine.recompute_shares() {
             costs.layers[layer].recompute_ms *= share;
         }
+        let kept = engine.kept_weights();
         // Frozen weights that stay are not sent.
         for (layer, bytes) in engine.held_weights() {
             let sent = &mut costs.layers[layer].bytes;
@@ -489,6 +492,7 @@ impl Asked<'_> {
             .map_or(0, |worker| worker.device().cost_model().context_bytes().0);
         Ok(DryRun {
             activations: self.saved_bytes(&engine),
+            kept_weights: kept.iter().map(|(_, bytes)| bytes).sum(),
             plan,
             costs,
             gpu_peak: peaks.max().unwrap_or(0),
@@ -709,7 +713,9 @@ impl Maker<'_> {
         let gradients = self.host.budget.gradients as f64;
         let is_ring = self.machine.workers > 1;
         Moved {
-            up: weights as f64 + saved + if is_ring { hops } else { 0.0 },
+            up: weights.saturating_sub(self.later.kept_weights) as f64
+                + saved
+                + if is_ring { hops } else { 0.0 },
             down: gradients + if is_ring { hops.max(saved) } else { saved },
         }
     }

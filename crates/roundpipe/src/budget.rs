@@ -221,6 +221,8 @@ pub struct PieceRoom {
     pub stages: Vec<StageRoom>,
     /// On each worker, of what may stay there, for other values.
     pub other_bytes: u64,
+    /// What those would take if all of them stayed.
+    pub most_other_bytes: u64,
     /// In host memory, for all workers.
     pub host_bytes: u64,
     /// What a byte in host memory must save at least, in seconds.
@@ -271,6 +273,9 @@ pub struct CallNeeds {
     pub held_bytes: u64,
     /// Frozen weights of later jobs that may be on each worker before their turn.
     pub early_bytes: u64,
+    /// Weights that each worker keeps from a forward to its backward before any piece of a forward,
+    /// because copies are what the backward waits for.
+    pub first_weights: u64,
 }
 
 impl CallNeeds {
@@ -284,11 +289,27 @@ impl CallNeeds {
         self
     }
 
-    /// What may stay on a worker in all when pieces of forwards take so much of it: they may take
-    /// more than `kept_bytes` where they are gone before the largest stage runs.
-    pub fn may_stay(&self, pieces: u64) -> u64 {
+    /// What activations may take on a worker in all when pieces of forwards take so much of it, and
+    /// weights that wait for their backward so much beside it. Pieces may take more than `kept_bytes`
+    /// where they are gone before the largest stage runs.
+    pub fn may_stay(&self, pieces: u64, weights: u64) -> u64 {
         let with_pieces = pieces.saturating_add(self.pieces.other_bytes);
-        self.kept_bytes.max(with_pieces)
+        self.kept_bytes.saturating_sub(weights).max(with_pieces)
+    }
+
+    /// What weights that wait for their backward may take on a worker beside so many bytes of pieces:
+    /// they come once more where they do not stay, a saved input goes and comes.
+    pub fn weights_may_stay(&self, pieces: u64) -> u64 {
+        let PieceRoom {
+            other_bytes,
+            most_other_bytes,
+            ..
+        } = self.pieces;
+        if most_other_bytes <= other_bytes {
+            return u64::MAX;
+        }
+        let activations = pieces.saturating_add(most_other_bytes);
+        self.kept_bytes.saturating_sub(activations)
     }
 }
 
@@ -410,6 +431,7 @@ impl WorkerBudget {
             host_bytes: 0,
             held_bytes: 0,
             early_bytes: 0,
+            first_weights: 0,
         })
     }
 }

@@ -167,6 +167,13 @@ impl<M> RoundPipe<M> {
         self.core.notes().held_weights.clone()
     }
 
+    /// The layers whose weights stayed on their workers from forward to backward in the last call that
+    /// trains, as planned, and the bytes of each. Weights stay where memory is left, and before
+    /// anything else where copying them is what a backward waits for.
+    pub fn kept_weights(&self) -> Vec<(usize, u64)> {
+        self.core.notes().kept_weights.clone()
+    }
+
     /// What every thread is doing or waiting for.
     pub fn status(&self) -> Vec<StatusLine> {
         self.core.ring.board().report()

@@ -32,6 +32,7 @@ pub mod ending;
 mod forward;
 pub(crate) mod held_weights;
 pub(crate) mod hooks;
+mod kept_weights;
 pub(crate) mod launcher;
 pub(crate) mod model;
 pub(crate) mod optimizer_thread;

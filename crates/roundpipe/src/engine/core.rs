@@ -145,6 +145,8 @@ pub(super) struct Notes {
     pub recompute_shares: Vec<(usize, f64)>,
     /// Frozen weights that it did not have to send, by layer, in bytes.
     pub held_weights: Vec<(usize, u64)>,
+    /// Weights that it sent for the forward alone, by layer, in bytes.
+    pub kept_weights: Vec<(usize, u64)>,
 }
 
 impl Notes {

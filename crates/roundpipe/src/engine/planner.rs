@@ -373,8 +373,11 @@ impl Planner {
             };
             let held = self.held_bytes(key, &checked, &link);
             link.weights = link.weights.saturating_sub(held * workers as u64);
+            let each = |bytes: u64| bytes / workers as u64;
+            let still_frozen = self.frozen_bytes().saturating_sub(held * workers as u64);
             let checked = CallNeeds {
-                early_bytes: link.forward_excess() / workers as u64,
+                early_bytes: each(link.forward_excess().min(still_frozen)),
+                first_weights: each(link.backward_excess()),
                 ..checked.holding(held)
             };
             if key.recompute_all {
@@ -414,10 +417,16 @@ impl Planner {
         }
         let workers = self.ring.workers().len() as u64;
         let excess = link.excess_bytes(workers);
+        excess
+            .min(self.frozen_bytes())
+            .min(needs.kept_bytes / 8 * 7)
+    }
+
+    /// Frozen weights that may lie apart from others.
+    fn frozen_bytes(&self) -> u64 {
         let store = &self.model.store;
         let frozen = |layer| store.frozen_part(layer).map_or(0, |part| part.bytes as u64);
-        let frozen = self.layers.clone().map(frozen).sum::<u64>();
-        excess.min(frozen).min(needs.kept_bytes / 8 * 7)
+        self.layers.clone().map(frozen).sum()
     }
 
     /// What pieces of forwards may take in a call.
@@ -456,6 +465,7 @@ impl Planner {
         PieceRoom {
             stages: rooms.collect(),
             other_bytes,
+            most_other_bytes: inputs + for_next,
             host_bytes: spare.unwrap_or(0).min(host_bytes),
             host_worth,
         }
@@ -692,12 +702,21 @@ impl Link {
 
     /// The weights that do not come in while the kernels of forwards run.
     fn forward_excess(&self) -> u64 {
+        self.excess_beside(self.forward_ms)
+    }
+
+    /// The weights that do not come in while the kernels of backwards run.
+    fn backward_excess(&self) -> u64 {
+        self.excess_beside(self.fused_ms + self.backward_ms)
+    }
+
+    fn excess_beside(&self, kernels_ms: f64) -> u64 {
         /// The part of the time in which copies follow each other.
         const BUSY: f64 = 0.75;
         if !self.exists {
             return 0;
         }
-        let beside = BUSY * self.forward_ms * self.up_bytes_per_ms;
+        let beside = BUSY * kernels_ms * self.up_bytes_per_ms;
         (self.weights as f64 - beside).max(0.0) as u64
     }
 
@@ -775,6 +794,7 @@ mod tests {
             down_bytes_per_ms: 50.0,
         };
         assert_eq!(link.forward_excess(), 1000 - 375);
+        assert_eq!(link.backward_excess(), 0);
         assert_eq!(link.spare_bytes(50), Some(450 - 50), "down beside forwards");
         link.fused_ms = 70.0;
         assert_eq!(link.spare_bytes(50), Some(400));
@@ -783,6 +803,8 @@ mod tests {
         assert_eq!(link.spare_bytes(201), None);
         link.forward_ms = 30.0;
         assert_eq!(link.forward_excess(), 0);
+        (link.fused_ms, link.backward_ms) = (2.0, 8.0);
+        assert_eq!(link.backward_excess(), 1000 - 375);
     }
 
     /// A first call that compiles for a second must not be seen in averages of milliseconds.
@@ -817,6 +839,7 @@ mod tests {
                 host_bytes: 0,
                 held_bytes: 0,
                 early_bytes: 0,
+                first_weights: 0,
             },
             costs: LayerCosts::default(),
             rates: CopyRates::default(),

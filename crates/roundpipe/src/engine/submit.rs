@@ -35,7 +35,7 @@ use crate::exec::early_rows::{CallRows, RowRequest, TABLE, rows_of_call};
 use crate::exec::held_weights::HoldPlan;
 use crate::exec::model::LossFn;
 use crate::exec::queue::StageJob;
-use crate::exec::repeats::{KeepPlan, RecomputedLayer};
+use crate::exec::repeats::{KeepPlan, KeepableWeights, RecomputedLayer};
 use crate::exec::stage_value::{Seed, Source};
 use crate::plan::{ExecutePlan, Pass, PlanKind, Stage};
 use crate::sync::lock;
@@ -342,6 +342,51 @@ impl Core {
         hold
     }
 
+    /// What a call's forwards keep for its backwards.
+    fn keep_plan(
+        &self,
+        recomputed: &[RecomputedLayer],
+        assigned: &[usize],
+        microbatches: usize,
+        needs: &CallNeeds,
+        hold: &HoldPlan,
+    ) -> KeepPlan {
+        let store = &self.model.store;
+        let sets_buffers = self.model.sets_buffers.load(Ordering::SeqCst);
+        let is_sent = |layer| !self.ring.is_host() && !sets_buffers && !hold.names(layer);
+        let bytes = |layer| match is_sent(layer) {
+            true => store.layer(layer).block_bytes() as u64,
+            false => 0,
+        };
+        let weights = KeepableWeights {
+            bytes: &bytes,
+            first: needs.first_weights,
+            beside: &|pieces| needs.weights_may_stay(pieces),
+            for_early: needs.early_bytes,
+        };
+        let repeats = &self.model.repeats;
+        let keep = repeats.choose(recomputed, assigned, microbatches, &needs.pieces, &weights);
+        let of = |bytes: &HashMap<usize, u64>, worker| bytes.get(&worker).copied().unwrap_or(0);
+        let may_stay = (0..self.ring.len()).map(|worker| {
+            let pieces = of(&keep.worker_bytes, worker);
+            needs.may_stay(pieces, of(&keep.weight_bytes, worker)) - pieces
+        });
+        let kept = keep.weights.iter();
+        let mut kept: Vec<(usize, u64)> = kept.map(|layer| (*layer, bytes(*layer))).collect();
+        kept.sort_unstable();
+        let mut notes = self.notes();
+        notes.recompute_shares = repeats.shares_left(&keep, recomputed);
+        notes.kept_weights = kept;
+        notes.activations = Some(ActivationUse {
+            saved: needs.host_bytes,
+            may_stay: may_stay.min().unwrap_or(0),
+            pieces_on_workers: keep.worker_bytes.values().sum(),
+            pieces_in_host: keep.host_bytes,
+        });
+        drop(notes);
+        keep
+    }
+
     /// Gives a call its number and its workers. From here on failures reach it.
     fn register(
         &self,
@@ -371,17 +416,7 @@ impl Core {
             let recomputed = recomputed_layers(&stages, grain, &|layer| {
                 times.average_ms(layer - part.layers.start, Phase::Forward)
             });
-            let repeats = &self.model.repeats;
-            keep = repeats.choose(&recomputed, &assigned, microbatches, &needs.pieces);
-            self.notes().recompute_shares = repeats.shares_left(&keep, &recomputed);
-            let on_workers: u64 = keep.worker_bytes.values().sum();
-            let most = keep.worker_bytes.values().max().copied().unwrap_or(0);
-            self.notes().activations = Some(ActivationUse {
-                saved: needs.host_bytes,
-                may_stay: needs.may_stay(most) - most,
-                pieces_on_workers: on_workers,
-                pieces_in_host: keep.host_bytes,
-            });
+            keep = self.keep_plan(&recomputed, &assigned, microbatches, &needs, &hold);
         }
         let workers = self.ring.workers().iter();
         let spec = CallSpec {

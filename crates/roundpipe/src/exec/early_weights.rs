@@ -11,7 +11,7 @@
 //! it ([`FrozenSource::Early`](super::weights::FrozenSource)). Which jobs follow is read from the
 //! queue, so nothing comes early in the serial executor.
 //!
-//! Refused: what [`super::held_weights`] refuses, and weights that are held anyway.
+//! Refused: what [`super::held_weights`] refuses, and weights that are held or kept anyway.
 //!
 //! # Invariants
 //! - No bit of a result depends on what comes early.
@@ -29,6 +29,7 @@ use super::queue::StageJob;
 use super::task::Task;
 use super::weights::frozen_part;
 use crate::error::{Error, Result};
+use crate::plan::Pass;
 use crate::store::FrozenPart;
 use crate::sync::{lock, unpoisoned};
 
@@ -274,8 +275,11 @@ impl Launcher {
             window.behind -= known.bytes;
             return true;
         }
-        let is_held = call.spec.hold.has(self.index, layer);
-        let Some(part) = frozen_part(call, layer).filter(|_| !is_held) else {
+        let spec = &call.spec;
+        let is_kept =
+            spec.stages[stage].pass == Pass::Backward && spec.keep.weights.contains(&layer);
+        let is_here = is_kept || spec.hold.has(self.index, layer);
+        let Some(part) = frozen_part(call, layer).filter(|_| !is_here) else {
             return true;
         };
         let bytes = part.bytes as u64;

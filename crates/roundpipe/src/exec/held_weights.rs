@@ -76,6 +76,11 @@ impl HoldPlan {
             .is_some_and(|layers| layers.contains(&layer))
     }
 
+    /// Whether a layer stays on any worker.
+    pub fn names(&self, layer: usize) -> bool {
+        self.0.values().any(|layers| layers.contains(&layer))
+    }
+
     /// The layers that stay wherever these stages run them, so that they are never sent.
     pub fn everywhere(&self, stages: &[Stage], assigned: &[usize]) -> Vec<usize> {
         let visits = || stages.iter().zip(assigned);

@@ -9,6 +9,7 @@
 //! - A job that fails or panics fails its call, never the worker or the thread.
 //! - Every job ends one part of its call, on every path.
 
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
@@ -22,6 +23,7 @@ use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
 use super::early_rows::ArrivingRows;
 use super::early_weights::EarlyWeights;
 use super::held_weights::HeldWeights;
+use super::kept_weights::KeptWeights;
 use super::queue::{JobQueue, StageJob};
 use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
@@ -50,6 +52,8 @@ pub(crate) struct Launcher {
     pub(super) resident: Vec<ResidentWeights>,
     /// Frozen weights that stay from step to step.
     pub(super) held: Vec<HeldWeights>,
+    /// Weights that stay from a layer's forward to its backward, by call in the order of layers.
+    pub(super) kept_weights: Vec<KeptWeights>,
     /// The table of the current job, where its rows come apart.
     pub(super) rows: Option<ArrivingRows>,
     /// Frozen weights of the jobs behind the next one, in the order of the jobs.
@@ -82,6 +86,7 @@ impl Launcher {
             prefetched: Prefetched::default(),
             resident: Vec::new(),
             held: Vec::new(),
+            kept_weights: Vec::new(),
             rows: None,
             early: Vec::new(),
             call: Weak::new(),
@@ -163,15 +168,11 @@ impl Launcher {
             .retain(|weights| weights.are_current(&spec.model, spec.version));
         let worker = self.index;
         self.held.retain(|held| held.may_stay(call, worker));
-        let for_pieces = spec
-            .keep
-            .worker_bytes
-            .get(&self.index)
-            .copied()
-            .unwrap_or(0);
+        let of_worker = |bytes: &HashMap<usize, u64>| bytes.get(&worker).copied().unwrap_or(0);
+        let for_pieces = of_worker(&spec.keep.worker_bytes);
         let needs = &spec.needs;
         let for_next = self.budget.for_next_stage(needs.kept_bytes);
-        let limit = needs.may_stay(for_pieces);
+        let limit = needs.may_stay(for_pieces, of_worker(&spec.keep.weight_bytes));
         self.kept.set_limit(limit, for_next, for_pieces);
         self.call = Arc::downgrade(call);
     }
@@ -180,6 +181,7 @@ impl Launcher {
     fn forget_values(&mut self, keep: impl Fn(&Weak<Call>) -> bool) {
         // The jobs of a call take everything that they prefetch, unless it fails.
         self.prefetched.clear();
+        self.kept_weights.retain(|kept| keep(&kept.call));
         self.kept.retain(keep);
     }
 
@@ -395,42 +397,44 @@ impl Launcher {
 
     /// Requests the weights of a job that starts now, unless they were requested before it.
     fn place_weights(&mut self, job: &mut StageJob) -> Result<()> {
-        let working = job.needs().task;
-        match self.request_weights(job, Some(working)) {
-            Err(error) if error.is_device_full() => {}
-            requested => return requested,
+        if self.try_weights(job)? {
+            return Ok(());
         }
         self.wait_for_gradients();
-        match self.request_weights(job, Some(working)) {
-            Err(error) if error.is_device_full() => {}
-            requested => return requested,
+        if self.try_weights(job)? {
+            return Ok(());
         }
-        while self.drop_last_early() {
-            match self.request_weights(job, Some(working)) {
-                Err(error) if error.is_device_full() => {}
-                requested => return requested,
+        while self.drop_last_early() || self.drop_first_kept_weights() {
+            if self.try_weights(job)? {
+                return Ok(());
             }
         }
         // Pieces of forwards first: they cost a recompute, not a copy to the host and back.
         while self.kept.drop_piece_at_frontier() {
-            match self.request_weights(job, Some(working)) {
-                Err(error) if error.is_device_full() => {}
-                requested => return requested,
+            if self.try_weights(job)? {
+                return Ok(());
             }
         }
         self.kept.drop_pieces();
-        match self.request_weights(job, Some(working)) {
-            Err(error) if error.is_device_full() => {}
-            requested => return requested,
+        if self.try_weights(job)? {
+            return Ok(());
         }
         // Nothing else is needed at this moment, and then the weights and the working memory of
         // the job fit: that was checked when the call was planned.
         let freed = self.free_optional();
         freed.map_err(|error| job.call.error_at(job.stage, None, None, error))?;
-        match self.request_weights(job, Some(working)) {
-            // The user holds outputs on the worker, or what the layers work in is not known.
-            Err(error) if error.is_device_full() => self.request_weights(job, None),
-            requested => requested,
+        if self.try_weights(job)? {
+            return Ok(());
+        }
+        // The user holds outputs on the worker, or what the layers work in is not known.
+        self.request_weights(job, None)
+    }
+
+    /// Requests a job's weights; `false` without room for them beside the working memory of its tasks.
+    fn try_weights(&mut self, job: &mut StageJob) -> Result<bool> {
+        match self.request_weights(job, Some(job.needs().task)) {
+            Err(error) if error.is_device_full() => Ok(false),
+            requested => requested.map(|()| true),
         }
     }
 
@@ -453,7 +457,7 @@ impl Launcher {
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
-        while self.drop_last_early() {
+        while self.drop_last_early() || self.drop_first_kept_weights() {
             if self.worker.pool().claim_working(bytes) {
                 return Ok(());
             }
@@ -488,6 +492,7 @@ impl Launcher {
         // A job that uses resident weights holds their tensors itself.
         self.resident.clear();
         self.held.clear();
+        self.kept_weights.clear();
         self.drop_early();
         self.prefetched.drop_pieces();
         self.kept.spill(&self.port)?;

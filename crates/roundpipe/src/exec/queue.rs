@@ -30,6 +30,12 @@ impl StageJob {
         self.call.spec.needs.stages[self.stage]
     }
 
+    /// Whether it holds the weights of a layer itself.
+    pub fn has_weights(&self, layer: usize) -> bool {
+        let source = self.weights.as_ref().and_then(|all| all.get(&layer));
+        matches!(source, Some(WeightSource::Resident(_)))
+    }
+
     /// The layers of a stage in the order in which their weights are needed.
     pub fn layers_in_order(call: &Call, stage: usize) -> Vec<usize> {
         let stage = &call.spec.stages[stage];

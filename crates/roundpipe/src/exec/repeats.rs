@@ -3,7 +3,8 @@
 //! The first recompute of a layer is studied ([`roundpipe_tensor::repeat`]); later ones leave out
 //! what the backward does not need. From the second call on, forwards also keep pieces for their
 //! recompute, on the worker or in host memory: a call's choice is made when it is submitted
-//! ([`Repeats::choose`]), by seconds saved per byte.
+//! ([`Repeats::choose`]), by seconds saved per byte. What pieces leave of a worker's memory keeps
+//! weights between the two ([`super::kept_weights`]).
 //!
 //! Refused: layers whose forward and recompute differ, or that look at values on the host. They are
 //! recomputed whole.
@@ -13,7 +14,7 @@
 //! - What a worker keeps can be dropped at any time; the recompute then computes it.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex};
 
@@ -93,12 +94,29 @@ pub(crate) struct LayerKeep {
     pub needs_output: bool,
 }
 
+/// What may be kept of a call beside pieces of its forwards: weights, from the forward of a layer to
+/// its backward.
+pub(crate) struct KeepableWeights<'a> {
+    /// By layer; 0 where they are not sent or stay anyway.
+    pub bytes: &'a dyn Fn(usize) -> u64,
+    /// On each worker, before all pieces, because copies are what the backward waits for.
+    pub first: u64,
+    /// On each worker, beside pieces that take so many bytes there.
+    pub beside: &'a dyn Fn(u64) -> u64,
+    /// What those beside pieces leave for weights that come early.
+    pub for_early: u64,
+}
+
 /// How much of the layers of a call is kept.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct KeepPlan {
     pub layers: HashMap<usize, LayerKeep>,
-    /// For each worker, what stays there when all microbatches are kept.
+    /// The layers whose weights stay from their forward to their backward.
+    pub weights: HashSet<usize>,
+    /// For each worker, what pieces take there when all microbatches are kept.
     pub worker_bytes: HashMap<usize, u64>,
+    /// For each worker, what weights that wait for their backward take there.
+    pub weight_bytes: HashMap<usize, u64>,
     /// What leaves for host memory.
     pub host_bytes: u64,
     /// By stage, what they leave of the room on its worker while it runs.
@@ -138,14 +156,16 @@ impl Repeats {
         lock(&self.0).insert(key, None);
     }
 
-    /// What to keep of a call's layers: the best by seconds per byte, on the workers until they are
-    /// full, then in host memory. `workers` are those of the call's stages.
+    /// What to keep of a call's layers: the best pieces by seconds per byte, on the workers until
+    /// they are full, then in host memory; and weights in what is left on the workers. `workers` are
+    /// those of the call's stages.
     pub fn choose(
         &self,
         recomputed: &[RecomputedLayer],
         workers: &[usize],
         microbatches: usize,
         room: &PieceRoom,
+        weights: &KeepableWeights<'_>,
     ) -> KeepPlan {
         let mut plan = KeepPlan::default();
         if room.is_empty() || recomputed.is_empty() {
@@ -159,6 +179,12 @@ impl Repeats {
         };
         let scale = measured_scale(recomputed, &largest);
         let mut use_of = StageUse::new(room, workers, microbatches as u64);
+        let first = KeepableWeights {
+            beside: &|_| weights.first,
+            for_early: 0,
+            ..*weights
+        };
+        use_of.keep_weights(recomputed, &first);
         let mut queue = BinaryHeap::new();
         for (place, layer) in recomputed.iter().enumerate() {
             let first = choice(layer, 0).map(|choice| Worth(choice.seconds_per_byte()));
@@ -182,7 +208,10 @@ impl Repeats {
             let worth = next.map(|choice| Worth(choice.seconds_per_byte()));
             queue.extend(worth.map(|worth| (worth, turn, place)));
         }
+        use_of.keep_weights(recomputed, weights);
         plan.left = (0..workers.len()).map(|stage| use_of.left(stage)).collect();
+        plan.weights = use_of.weights;
+        plan.weight_bytes = use_of.weight_bytes;
         plan.worker_bytes = use_of.worker_bytes;
         plan.host_bytes = use_of.host_bytes;
         plan
@@ -229,17 +258,20 @@ impl Repeats {
     }
 }
 
-/// What pieces take on workers, stage by stage, and in host memory.
+/// What pieces and weights take on workers, stage by stage, and pieces in host memory.
 struct StageUse<'a> {
     room: &'a PieceRoom,
     workers: &'a [usize],
     microbatches: u64,
-    /// Pieces that stay, while each stage runs.
+    /// What stays, while each stage runs.
     staying: Vec<u64>,
     /// Pieces that one microbatch of a stage has back from host memory.
     arriving: Vec<u64>,
     worker_bytes: HashMap<usize, u64>,
     host_bytes: u64,
+    /// The layers whose weights stay, and what they take on each worker.
+    weights: HashSet<usize>,
+    weight_bytes: HashMap<usize, u64>,
 }
 
 impl<'a> StageUse<'a> {
@@ -252,6 +284,8 @@ impl<'a> StageUse<'a> {
             arriving: vec![0; workers.len()],
             worker_bytes: HashMap::new(),
             host_bytes: 0,
+            weights: HashSet::new(),
+            weight_bytes: HashMap::new(),
         }
     }
 
@@ -279,6 +313,42 @@ impl<'a> StageUse<'a> {
         }
         *self.worker_bytes.entry(worker).or_default() += all;
         true
+    }
+
+    /// Keeps weights between forward and backward, those of layers that are far apart first: the link
+    /// catches up behind each of them.
+    fn keep_weights(&mut self, recomputed: &[RecomputedLayer], weights: &KeepableWeights<'_>) {
+        let mut places: Vec<usize> = (0..recomputed.len()).collect();
+        places.sort_by_key(|place| spread(*place));
+        for layer in places.into_iter().map(|place| &recomputed[place]) {
+            let bytes = (weights.bytes)(layer.layer);
+            let worker = self.workers[*layer.stages.start()];
+            let of_worker = |bytes: &HashMap<usize, u64>| bytes.get(&worker).copied().unwrap_or(0);
+            let taken = of_worker(&self.weight_bytes).saturating_add(bytes);
+            let most = (weights.beside)(of_worker(&self.worker_bytes));
+            let is_new = bytes > 0 && !self.weights.contains(&layer.layer);
+            if is_new && taken <= most {
+                self.keep_weights_of(layer, bytes, weights.for_early);
+            }
+        }
+    }
+
+    /// Keeps the weights of a layer, if its backward is where its forward is and they have room
+    /// between the two. Those stages count them as their own.
+    fn keep_weights_of(&mut self, layer: &RecomputedLayer, bytes: u64, for_early: u64) {
+        let (first, last) = (*layer.stages.start(), *layer.stages.end());
+        let worker = self.workers[first];
+        let is_here = |stage: &usize| self.workers[*stage] == worker;
+        let between: Vec<usize> = (first + 1..last).filter(is_here).collect();
+        let has_room = |stage: &usize| self.left(*stage) >= bytes.saturating_add(for_early);
+        if self.workers[last] != worker || !between.iter().all(has_room) {
+            return;
+        }
+        for stage in between {
+            self.staying[stage] += bytes;
+        }
+        self.weights.insert(layer.layer);
+        *self.weight_bytes.entry(worker).or_default() += bytes;
     }
 
     /// Keeps them in host memory, if there is room, and they have room when they come back.
@@ -378,6 +448,50 @@ mod tests {
         );
         assert!(two_workers.stay(&layer(0..=2), 20));
         assert!(two_workers.stay(&layer(1..=3), 20));
+    }
+
+    /// Weights that stay take room between their two visits, which count them as their own, and leave
+    /// some to weights that come early.
+    #[test]
+    fn weights_take_room_between_their_visits() {
+        let room = room([0, 40, 40, 0], 0);
+        let layers = |stages: [RangeInclusive<usize>; 3]| {
+            let layers = stages.into_iter().enumerate();
+            let layers = layers.map(|(at, stages)| RecomputedLayer {
+                layer: at,
+                ..layer(stages)
+            });
+            layers.collect::<Vec<_>>()
+        };
+        let kept = |recomputed: &[RecomputedLayer], workers: &[usize], most: u64| {
+            let mut used = StageUse::new(&room, workers, 2);
+            let weights = KeepableWeights {
+                bytes: &|layer| [15, 20, 0][layer],
+                first: 0,
+                beside: &|_| most,
+                for_early: 10,
+            };
+            used.keep_weights(recomputed, &weights);
+            let mut layers: Vec<usize> = used.weights.iter().copied().collect();
+            layers.sort_unstable();
+            let left = [1, 2].map(|stage| used.left(stage));
+            (layers, left, used.weight_bytes.get(&0).copied())
+        };
+        let all = layers([0..=3, 0..=3, 0..=3]);
+        assert_eq!(
+            kept(&all, &[0; 4], u64::MAX),
+            (vec![0], [25, 25], Some(15)),
+            "20 of 25 - 10"
+        );
+        assert_eq!(kept(&all, &[0; 4], 14), (vec![], [40, 40], None));
+        let apart = layers([0..=2, 1..=3, 1..=2]);
+        assert_eq!(
+            kept(&apart, &[0; 4], u64::MAX),
+            (vec![0, 1], [25, 20], Some(35))
+        );
+        // The first has its backward elsewhere, and stage 2 is elsewhere, too.
+        let kept = kept(&layers([0..=2, 1..=3, 1..=3]), &[0, 0, 1, 0], u64::MAX);
+        assert_eq!(kept, (vec![1], [40, 40], Some(20)));
     }
 
     /// What comes back from host memory has a part of the room for itself, twice: for the task under

@@ -33,7 +33,7 @@ use crate::store::{FrozenPart, StoreLayer, StoredParam};
 pub(crate) enum WeightSource {
     /// In host memory: the device reads it in place.
     Host,
-    /// Still on the worker, from an earlier call.
+    /// Still on the worker, from an earlier call or the call's own forward.
     Resident(Vec<Tensor>),
     /// In a slot that the upload thread fills.
     Upload(FrozenSource),
@@ -109,6 +109,11 @@ impl Launcher {
         if let Some(weights) = resident {
             return WeightSource::Resident(weights.tensors.clone());
         }
+        if call.spec.stages[stage].pass == Pass::Backward
+            && let Some(tensors) = self.find_kept_weights(call, layer)
+        {
+            return WeightSource::Resident(tensors);
+        }
         let frozen = self.frozen_source(call, stage, layer);
         if let FrozenSource::Held(_, tensors) = &frozen
             && let Some(all) = tensors.iter().cloned().collect::<Option<Vec<Tensor>>>()
@@ -177,6 +182,7 @@ impl Launcher {
         job.weights = Some(sources);
         job.rows = rows;
         self.take_early(&call, job.stage, &early);
+        self.take_kept_weights(job);
         for (layer, slot, frozen) in slots {
             self.copies.upload(WeightUpload {
                 call: call.clone(),
@@ -262,6 +268,7 @@ impl Launcher {
             WeightSource::Upload(frozen) => {
                 let tensors = self.uploaded_weights(task, layer, frozen)?;
                 self.keep_resident(task.call, layer, &tensors);
+                self.keep_weights(task, layer, &tensors)?;
                 if let FrozenSource::Stays(part) = frozen {
                     self.hold(task.call, layer, part, &tensors);
                 }

@@ -135,6 +135,20 @@ impl Store {
             sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id())
         })
     }
+
+    /// A number that changes whenever the weights of a layer at one version are written: by the
+    /// user, as long as the caller holds a ticket for it.
+    ///
+    /// # Errors
+    /// When the system has no memory for the second version.
+    pub(crate) fn writes_at(&self, layer: usize, version: u64) -> Result<u64> {
+        let mut sum = 0u64;
+        for param in &self.layers[layer].params {
+            let home = self.param_data(param, version)?;
+            sum = sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id());
+        }
+        Ok(sum)
+    }
 }
 
 impl StoreLayer {

@@ -16,6 +16,7 @@ mod hooks;
 mod host_loss;
 mod invisible;
 mod kept;
+mod kept_weights;
 mod mean_loss;
 mod memory;
 mod misuse;
