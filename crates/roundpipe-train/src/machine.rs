@@ -1,11 +1,11 @@
 //! What this machine can do and what it uses: the figures that a run is set beside.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use roundpipe::{
-    Bytes, Cx, DType, Device, HostBudget, MomentType, Params, RoundPipe, Rule, Sequential,
+    Bytes, Cx, DType, Device, HostBudget, MomentType, Param, RoundPipe, Rule, Sequential,
     TensorResult, Worker,
 };
 
@@ -76,13 +76,20 @@ pub fn training_budget_of(
     second_version: bool,
     state: StateTypes,
 ) -> HostBudget {
-    let mut params = layers.named_params();
-    params.sort_by_key(|(_, param)| param.id());
-    params.dedup_by_key(|(_, param)| param.id());
-    let params = || params.iter().map(|(_, param)| param);
-    let mut budget = HostBudget::training(params(), 0, second_version);
+    // Each parameter once, with all its names.
+    let mut params: BTreeMap<_, (Param, Vec<String>)> = BTreeMap::new();
+    for (layer, module) in layers.layers() {
+        for (name, param) in module.named_params() {
+            let named = params
+                .entry(param.id())
+                .or_insert_with(|| (param, Vec::new()));
+            named.1.push(format!("{layer}.{name}"));
+        }
+    }
+    let each = params.values().map(|(param, _)| param);
+    let mut budget = HostBudget::training(each, 0, second_version);
     budget.masters = 0;
-    for param in params().filter(|param| param.is_trainable()) {
+    for (param, names) in params.values().filter(|(param, _)| param.is_trainable()) {
         let StateTypes {
             optim_dtype,
             moments,
@@ -90,7 +97,8 @@ pub fn training_budget_of(
         if optim_dtype != param.dtype() {
             budget.masters += HostBudget::master_bytes(param);
         }
-        budget.moments += rule.moment_bytes(param, optim_dtype, moments);
+        let names = names.iter().map(String::as_str);
+        budget.moments += rule.moment_bytes(names, param, optim_dtype, moments);
     }
     // Each layer has a gradient of its own for a weight that it shares, as a tied head does.
     let mut seen = BTreeSet::new();
@@ -136,4 +144,68 @@ fn process_memory(field: &str) -> Option<u64> {
         let kib = line.strip_prefix(field)?.trim().strip_suffix("kB")?;
         kib.trim().parse::<u64>().ok()?.checked_mul(1024)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use roundpipe::nn::{Embedding, Init, Linear};
+    use roundpipe::optim::{Adafactor, AdamW, Lion, Muon, Sgd};
+    use roundpipe::{Cpu, Device, HostTensor, Lag, Tree, Update};
+
+    use super::*;
+
+    /// What is promised before training begins is what the engine takes, for every rule, with a table
+    /// that has two names.
+    #[test]
+    fn the_budget_is_what_training_takes() {
+        let rules: [Rule; 5] = [
+            AdamW::default().into(),
+            Lion::default().into(),
+            Sgd::default().into(),
+            Adafactor::default().into(),
+            Muon::default().into(),
+        ];
+        for rule in rules {
+            for moments in [MomentType::F32, MomentType::Bf16, MomentType::Bits8] {
+                for lag in [Lag::Zero, Lag::One] {
+                    let mut init = Init::new(1, DType::BF16);
+                    let table = Embedding::new(&mut init, 64, 128, 0.5).unwrap();
+                    let mut head = Linear::new(&mut init, 128, 64, false).unwrap();
+                    head.weight = table.weight.clone();
+                    let model = Sequential::new()
+                        .named("first", table)
+                        .named("hidden", Linear::new(&mut init, 128, 128, true).unwrap())
+                        .named("lm_head", head);
+                    let state = StateTypes {
+                        moments,
+                        ..StateTypes::default()
+                    };
+                    let budget = training_budget_of(&model, &rule, lag == Lag::One, state);
+                    let engine = RoundPipe::builder(model)
+                        .optimizer(rule)
+                        .moments(moments)
+                        .max_lag(lag)
+                        .devices([Cpu::new(Some(1)).unwrap() as Arc<dyn Device>])
+                        .build()
+                        .unwrap();
+                    let ids = HostTensor::from_slice(&[0i64, 5, 63, 9], &[4]).unwrap();
+                    let loss = |cx: &mut Cx, output: Tree, _: Tree| {
+                        let output = output.tensor()?;
+                        cx.sum_all(&output)
+                    };
+                    engine.train(ids).loss(loss).run().unwrap();
+                    engine.update(&Update::new(1e-3), lag).unwrap();
+                    engine.synchronize().unwrap();
+                    let taken = engine.host_bytes();
+                    let name = format!("{rule:?} {moments} {lag:?}");
+                    assert_eq!(budget.moments, taken.moments as u64, "{name}");
+                    assert_eq!(budget.masters, taken.masters as u64, "{name}");
+                    assert_eq!(budget.gradients, taken.gradients as u64, "{name}");
+                    assert_eq!(budget.weights, taken.weights as u64, "{name}");
+                }
+            }
+        }
+    }
 }

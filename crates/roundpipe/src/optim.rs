@@ -217,11 +217,18 @@ impl Rule {
         }
     }
 
-    /// Bytes of the moments of a trained parameter, with masters and moments in `optim_dtype` where
-    /// the parameter has that type, and moments as `asked` elsewhere.
-    pub fn moment_bytes(&self, param: &Param, optim_dtype: DType, asked: MomentType) -> u64 {
+    /// Bytes of the moments of a trained parameter, by all its names, with masters and moments in
+    /// `optim_dtype` where the parameter has that type, and moments as `asked` elsewhere.
+    pub fn moment_bytes<'a>(
+        &self,
+        names: impl IntoIterator<Item = &'a str>,
+        param: &Param,
+        optim_dtype: DType,
+        asked: MomentType,
+    ) -> u64 {
+        let rule = self.of_param(names.into_iter(), param.shape());
         let state = state_dtype("", param.dtype(), optim_dtype).unwrap_or(DType::F32);
-        let parts = self.moment_parts(param.shape(), state, moments_of(param, asked));
+        let parts = rule.moment_parts(param.shape(), state, moments_of(param, asked));
         parts.iter().map(|part| part.bytes() as u64).sum()
     }
 

@@ -82,7 +82,7 @@ fn a_parameter_takes_14_10_or_8_bytes() {
             );
             let rule = Rule::from(AdamW::default());
             let param = &store.layer(0).params()[0].param;
-            let promised = rule.moment_bytes(param, DType::F32, moments);
+            let promised = rule.moment_bytes(["weight"], param, DType::F32, moments);
             assert_eq!(used.moments as u64, promised);
         }
     }
@@ -123,8 +123,9 @@ fn embeddings_keep_f32_moments_beside_8_bits() {
             .with(other)
             .with(tied);
         let mut promised = 0;
-        for (_, param) in &model.named_params()[..2] {
-            promised += Rule::from(AdamW::default()).moment_bytes(param, DType::F32, moments);
+        for (name, param) in &model.named_params()[..2] {
+            let rule = Rule::from(AdamW::default());
+            promised += rule.moment_bytes([name.as_str()], param, DType::F32, moments);
         }
         let groups = group.map(|moments| ParamGroup::matching("0.weight").moments(moments));
         let engine = RoundPipe::builder(model)
