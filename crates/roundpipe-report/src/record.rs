@@ -412,6 +412,32 @@ mod tests {
         ]
     }
 
+    /// A number that was written is read as it was, to the last bit: a run that goes on from a
+    /// checkpoint compares with losses of before.
+    #[test]
+    fn numbers_come_back_bit_for_bit() {
+        let losses = [
+            10.692427635192871,
+            0.1 + 0.2,
+            5e-324,
+            1.7976931348623157e308,
+            2.0 / 3.0,
+        ];
+        for loss in losses {
+            let eval = Eval {
+                step: 1,
+                loss,
+                perplexity: loss.sqrt(),
+                ..Eval::default()
+            };
+            let Record::Eval(read) = parsed(&line(eval)) else {
+                panic!("another kind");
+            };
+            assert_eq!(read.loss.to_bits(), loss.to_bits());
+            assert_eq!(read.perplexity.to_bits(), loss.sqrt().to_bits());
+        }
+    }
+
     /// What is written is read back to the bit, under the names that tools rely on.
     #[test]
     fn records_are_read_back() {
