@@ -22,9 +22,11 @@
 //! Workers that share one processor have no ring to fill: for them the least work is best, which is
 //! the longest fused stage that fits (it recomputes nothing). Where parameters and gradients are
 //! copied, more and shorter stages let the first weights arrive and the last gradients leave
-//! earlier, and at lag 0 they follow more closely behind the host's update: the fewest stages are
-//! taken whose replayed step is close to the shortest. Otherwise as few stages as fit, and nothing
-//! is replayed.
+//! earlier, and at lag 0 they follow more closely behind the host's update. Stages of equal length
+//! are tried, and the shortest step of those with stages joined wherever it stays close to that; the
+//! fewest backward stages win, since each saves an input, then the fewest of all. So stages are
+//! short only where something waits for them. Otherwise as few stages as fit, and nothing is
+//! replayed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -239,6 +241,12 @@ struct Candidate {
 }
 
 impl Candidate {
+    /// Backward stages, each of which keeps its input from the forward on; then all stages.
+    fn saved_stages(&self) -> (usize, usize) {
+        let backward = self.plans.iter().map(|plan| plan.backward.len()).sum();
+        (backward, self.stages)
+    }
+
     /// A shorter step or, if none is shorter, fewer stages.
     fn beats(&self, other: &Self) -> bool {
         let close = self.step_ms <= other.step_ms * SLACK;
@@ -485,23 +493,95 @@ impl<'a> PlanSearch<'a> {
         }
         let steps = candidates.iter().map(|candidate| candidate.step_ms);
         let shortest = steps.fold(f64::INFINITY, f64::min);
+        let finest = candidates
+            .iter()
+            .find(|candidate| candidate.step_ms <= shortest * SLACK)
+            .map(|candidate| self.joined(candidate, shortest * CLOSE));
         let close = |candidate: &Candidate| candidate.step_ms <= shortest * CLOSE;
         let best = candidates.into_iter().find(close);
-        best.expect("the shortest is close to itself").plans
+        let best = best.expect("the shortest is close to itself");
+        let saving = |finest: &Candidate| finest.saved_stages() < best.saved_stages();
+        match finest.filter(saving) {
+            Some(finest) => finest.plans,
+            None => best.plans,
+        }
+    }
+
+    /// The candidate with neighbouring stages made one: backward stages, each of which saves inputs,
+    /// as long as the step keeps `most_ms`, and forward stages where that costs nothing.
+    fn joined(&self, candidate: &Candidate, most_ms: f64) -> Candidate {
+        let mut best = Candidate {
+            plans: candidate.plans.clone(),
+            ..*candidate
+        };
+        let mut budget = POLISH_TASKS;
+        for backward in [true, false] {
+            let most_ms = if backward {
+                most_ms
+            } else {
+                best.step_ms * SLACK
+            };
+            for model in (0..best.plans.len()).rev() {
+                let fused = self.kind == PlanKind::Fused && model + 1 == best.plans.len();
+                let kept = usize::from(fused && backward);
+                // A stage that has been joined is tried with the next one, too.
+                let mut stage = kept + 1;
+                while stage < stages_of(&best.plans[model], backward).len() {
+                    let tasks = self.tasks(best.stages, QUICK);
+                    if budget < tasks {
+                        return best;
+                    }
+                    budget -= tasks;
+                    match self.joined_at(&best, model, backward, stage) {
+                        Some(joined) if joined.step_ms <= most_ms => best = joined,
+                        _ => stage += 1,
+                    }
+                }
+            }
+        }
+        best
+    }
+
+    /// The candidate with a stage made one with the stage that runs before it, if that fits.
+    fn joined_at(
+        &self,
+        candidate: &Candidate,
+        model: usize,
+        backward: bool,
+        stage: usize,
+    ) -> Option<Candidate> {
+        let mut plans = candidate.plans.clone();
+        let (stages, cuts) = if backward {
+            (&mut plans[model].backward, &self.backward[model])
+        } else {
+            (&mut plans[model].forward, &self.forward[model])
+        };
+        let after = stages.remove(stage);
+        let before = &mut stages[stage - 1];
+        *before = before.start.min(after.start)..before.end.max(after.end);
+        (before.start >= cuts.first[before.end]).then(|| Candidate {
+            step_ms: self.alone_ms(&plans),
+            stages: candidate.stages - 1,
+            plans,
+        })
     }
 
     /// Plans and what they take on a processor of their own.
     fn alone(&self, shape: &PlanShape, plans: Vec<ExecutePlan>) -> Candidate {
+        Candidate {
+            step_ms: self.alone_ms(&plans),
+            stages: self.stages(shape),
+            plans,
+        }
+    }
+
+    fn alone_ms(&self, plans: &[ExecutePlan]) -> f64 {
         let setting = Setting {
             devices: 1,
             speeds: Vec::new(),
             ..self.options.setting.clone()
         };
-        Candidate {
-            step_ms: self.step_ms(&plans, &setting, QUICK),
-            stages: self.stages(shape),
-            plans,
-        }
+        self.step_ms(plans, &setting, QUICK)
     }
 
     /// The shape that computes least, then with the fewest stages: the longest fused stage with
@@ -812,6 +892,14 @@ impl<'a> PlanSearch<'a> {
             .zip(ends.iter().copied())
             .map(|(start, end)| start..end)
             .collect()
+    }
+}
+
+fn stages_of(plan: &ExecutePlan, backward: bool) -> &[Range<usize>] {
+    if backward {
+        &plan.backward
+    } else {
+        &plan.forward
     }
 }
 

@@ -16,7 +16,8 @@
 //!    device. No upload starts before rule 4 lets its step start, because it would bring old
 //!    weights.
 //! 6. Where a rate says how fast gradients travel, a device downloads those of a stage after its
-//!    visit, one stage at a time. Only the end of the step waits for them.
+//!    visit, one stage at a time; in a call's last stage each layer's leave as soon as its last
+//!    microbatch is done. Only the end of the step waits for them.
 //! 7. Where layers say how long their update takes, the host updates a step's layers from the first
 //!    to the last once the step has ended, one step after another. Rule 4 lets steps start; the
 //!    parameters of each layer wait for their update.
@@ -324,8 +325,8 @@ pub(crate) struct SimStage {
 struct Copies {
     /// The parameters of each layer; none if they take no time.
     params: Vec<ParamCopy>,
-    /// Download of the gradients.
-    download_ms: f64,
+    /// The gradients, in the order in which they leave; none if they take no time.
+    grads: Vec<GradCopy>,
 }
 
 /// The parameters of a layer on their way to a visit.
@@ -336,6 +337,14 @@ struct ParamCopy {
     upload_ms: f64,
     /// From a microbatch's start until it needs them, at speed 1.
     needed_ms: f64,
+}
+
+/// Gradients that leave a visit together.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct GradCopy {
+    /// From when they are final to the end of the visit, at speed 1.
+    early_ms: f64,
+    download_ms: f64,
 }
 
 impl Copies {
@@ -359,9 +368,21 @@ impl Copies {
             }
         }
         if let Some(rate) = setting.grad_bytes_per_ms.filter(|_| pass != Pass::Forward) {
-            moved.download_ms = costs.grad_bytes(layers.clone()) as f64 / rate;
+            moved.grads.push(GradCopy {
+                early_ms: 0.0,
+                download_ms: costs.grad_bytes(layers.clone()) as f64 / rate,
+            });
         }
         moved
+    }
+
+    /// The gradients of a call's last stage: each layer's leave as soon as they are final.
+    fn grads_by_layer(layers: Range<usize>, costs: &LayerCosts, rate: f64) -> Vec<GradCopy> {
+        let leaving = layers.clone().rev().map(|layer| GradCopy {
+            early_ms: costs.backward_ms(layers.start..layer),
+            download_ms: costs.grad_bytes(layer..layer + 1) as f64 / rate,
+        });
+        leaving.collect()
     }
 }
 
@@ -432,6 +453,11 @@ pub(crate) fn sim_stages(
                 backward_stage(layers, sim_model, saved_by, setting)
             });
         }
+    }
+    let (plan, costs) = models[0];
+    if let (Some(last), Some(rate)) = (stages.last_mut(), setting.grad_bytes_per_ms) {
+        let layers = plan.backward[plan.backward.len() - 1].clone();
+        last.moved.grads = Copies::grads_by_layer(layers, costs, rate);
     }
     stages
 }
@@ -560,13 +586,13 @@ impl Lanes {
     }
 
     /// The visit's end; returns when its gradients are on the host (rule 6).
-    fn end(&mut self, moved: &Copies, end_ms: f64) -> f64 {
+    fn end(&mut self, moved: &Copies, end_ms: f64, speed: f64) -> f64 {
         (self.room_ms, self.free_ms) = (self.free_ms, end_ms);
-        if moved.download_ms > 0.0 {
-            self.downloaded_ms = self.downloaded_ms.max(end_ms) + moved.download_ms;
-            return self.downloaded_ms;
+        for grads in &moved.grads {
+            let final_ms = end_ms - grads.early_ms / speed;
+            self.downloaded_ms = self.downloaded_ms.max(final_ms) + grads.download_ms;
         }
-        end_ms
+        end_ms.max(self.downloaded_ms)
     }
 }
 
@@ -641,7 +667,7 @@ pub(crate) fn ring(
                         pass: stage.pass,
                     });
                 }
-                step_end_ms = step_end_ms.max(lanes[device].end(&stage.moved, at_ms));
+                step_end_ms = step_end_ms.max(lanes[device].end(&stage.moved, at_ms, speed));
             }
         }
         ends.push(step_end_ms);
