@@ -49,7 +49,7 @@ pub struct BenchCmd {
     /// Packed rows: documents of so many tokens on average, instead of one per row
     #[arg(long, hide_short_help = true)]
     documents: Option<usize>,
-    /// Microbatches per step [default: devices + 1]
+    /// Microbatches per step, at most the batch [default: devices + 1]
     #[arg(long)]
     microbatches: Option<usize>,
     /// Measured steps, after the warm-up
@@ -150,6 +150,11 @@ impl BenchCmd {
             "--microbatches must be from 1 to {MOST_MICROBATCHES}"
         );
         ensure!(
+            self.microbatches.is_none_or(|count| count <= self.batch),
+            "--microbatches: a batch of {} sequences has at most as many",
+            self.batch
+        );
+        ensure!(
             self.documents
                 .is_none_or(|mean| (1..=self.seq).contains(&mean)),
             "--documents must be from 1 to --seq ({})",
@@ -188,6 +193,7 @@ impl BenchCmd {
             out,
             devices.workers.len(),
             serde_json::json!({
+                "quantize": model.quantization().map(Quantization::name),
                 "devices": devices.workers.iter().map(|d| d.id().to_string()).collect::<Vec<_>>(),
                 "tokens_per_s": round(tokens / seconds, 1),
                 "steady_tokens_per_s": measured.steady_seconds.map(|s| round(tokens / s, 1)),
@@ -220,7 +226,8 @@ impl BenchCmd {
             Ok(config) => {
                 let config =
                     config.with(&serde_json::json!({ "max_position_embeddings": self.seq }))?;
-                let (dtype, quantize) = (self.dtype.into(), self.quantize.map(Into::into));
+                let dtype = self.dtype.into();
+                let quantize = self.quantize.map(Quantization::from);
                 let empty = match quantize {
                     None => Model::empty(config.clone(), dtype)?,
                     Some(how) => Model::empty_quantized(config.clone(), dtype, how)?,
@@ -238,7 +245,8 @@ impl BenchCmd {
             Err(unknown) if !open::looks_like_a_model(&self.model) => return Err(unknown.into()),
             Err(_) => {
                 let dtype = Some(self.dtype.into());
-                open::model_quantized(&self.model, dtype, &self.place, self.quantize)?.model
+                let quantize = self.quantize.map(Into::into);
+                open::model_quantized(&self.model, dtype, &self.place, quantize)?.model
             }
         };
         ensure!(
@@ -247,6 +255,18 @@ impl BenchCmd {
             self.seq,
             model.config.max_positions
         );
+        let quantization = model.quantization();
+        if let Some(how) = quantization {
+            ensure!(
+                self.mode == Mode::Lora,
+                "{}: its weights are quantized ({how}) and are not trained; add --mode lora",
+                self.model
+            );
+            ensure!(
+                !self.fp8,
+                "--fp8: quantized weights ({how}) are multiplied as they widen, without fp8; leave it out"
+            );
+        }
         self.adapt(&mut model)?;
         model.fast_attention(self.fast_attention);
         writeln!(
@@ -261,11 +281,11 @@ impl BenchCmd {
             .map(|(_, p)| p.shape().numel())
             .sum();
         // Codes are no parameters: two of them may share an element.
-        let params = match self.quantize {
+        let params = match quantization {
             None => model.num_params(),
             Some(_) => model.config.num_params() as usize + trained,
         };
-        let kept = match self.quantize.map(Quantization::from) {
+        let kept = match quantization {
             None => String::new(),
             Some(how) => format!(", linear layers in {how}"),
         };
@@ -312,12 +332,18 @@ impl BenchCmd {
         machine::training_budget_of(&model.layers, &rule, self.lag() == Lag::One, state)
     }
 
+    /// Parts of a step on so many workers.
+    fn microbatches(&self, workers: usize) -> usize {
+        let usual = (workers + 1).min(self.batch);
+        self.microbatches.unwrap_or(usual)
+    }
+
     fn engine(&self, model: &Model, workers: &[Arc<dyn Device>]) -> anyhow::Result<RoundPipe> {
         let mut config = RunConfig::new()
             .recompute_grain(self.grain.into())
             .recompute_all(self.recompute_all)
             .loss_reduction(LossReduction::Mean);
-        config.num_microbatch = self.microbatches;
+        config.num_microbatch = Some(self.microbatches(workers.len()));
         let builder = RoundPipe::builder(model.layers.clone())
             .optimizer(Rule::AdamW(AdamW::default()))
             .max_lag(self.lag())
@@ -353,14 +379,13 @@ impl BenchCmd {
             "batch": self.batch,
             "seq": self.seq,
             "documents": self.documents,
-            "microbatches": self.microbatches.unwrap_or(workers + 1),
+            "microbatches": self.microbatches(workers),
             "lag": self.lag,
             "grain": format!("{:?}", self.grain).to_lowercase(),
             "recompute_all": self.recompute_all,
             "fp8": self.fp8,
             "fast_attention": self.fast_attention,
             "moments": self.moments.to_possible_value().map(|name| name.get_name().to_owned()),
-            "quantize": self.quantize.map(|how| Quantization::from(how).name()),
         });
         if let (Some(line), serde_json::Value::Object(found)) = (line.as_object_mut(), found) {
             line.extend(found);
@@ -437,6 +462,7 @@ impl BenchCmd {
             out,
             1,
             serde_json::json!({
+                "quantize": model.quantization().map(Quantization::name),
                 "dry_run": true,
                 "gpu_peak_gib": peak,
                 "kept_on_gpu_gib": kept_gib(&engine).0,
@@ -453,7 +479,7 @@ impl BenchCmd {
             return Ok((self.inputs(vocab, step)?, RunConfig::default()));
         };
         let batch = random_documents([self.batch, self.seq], mean, vocab, step)?;
-        let microbatches = self.microbatches.unwrap_or(engine.ring().len() + 1);
+        let microbatches = self.microbatches(engine.ring().len());
         Ok(batches::call(&Arc::new(batch), microbatches)?)
     }
 

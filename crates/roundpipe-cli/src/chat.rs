@@ -14,7 +14,7 @@ use roundpipe_models::tokenizer::Tokenizer;
 use roundpipe_models::{Finish, GenerateOptions, Generator, Model, Sampler};
 use signal_hook::consts::SIGINT;
 
-use crate::open;
+use crate::open::{self, Found};
 use crate::place::Place;
 use crate::terminal::{Output, one_line};
 
@@ -74,6 +74,9 @@ pub struct ChatCmd {
     /// Type of weights and activations [default: the model's]
     #[arg(long, value_enum)]
     dtype: Option<open::TypeArg>,
+    /// Weights of linear layers in 4 or 8 bits [default: as a run trained beside them]
+    #[arg(long, value_enum)]
+    quantize: Option<open::QuantizeArg>,
     #[command(flatten)]
     place: Place,
 }
@@ -166,15 +169,11 @@ impl ChatCmd {
         name: &str,
         adapter: Option<&Path>,
     ) -> anyhow::Result<(Speaker, Option<Speaker>)> {
-        let run = roundpipe_train::run_model(name.as_ref())?;
-        let (base, trained) = match run {
-            Some(run) => (run.base, run.adapter),
-            None => (name.to_owned(), None),
-        };
-        let opened = open::model(&base, self.dtype.map(Into::into), &self.place)?;
+        let found = Found::find(name, adapter, self.quantize)?;
+        let opened = found.open(self.dtype.map(Into::into), &self.place)?;
         let mut model = opened.model;
         let mut without = None;
-        if let Some(adapter) = adapter.or(trained.as_deref()) {
+        if let Some(adapter) = &found.adapter {
             without = Some(Speaker {
                 name: BASE.to_owned(),
                 // It shares all weights; the adapter joins the other one only.

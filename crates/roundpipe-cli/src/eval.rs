@@ -12,7 +12,7 @@ use roundpipe_train::eval::{self, Compare, Detail, Estimate, EvalOptions, Findin
 use serde_json::{Value, json};
 
 use crate::Failure;
-use crate::open;
+use crate::open::{self, Found};
 use crate::place::Place;
 
 /// The longest row unless the model's is shorter or --seq says otherwise.
@@ -55,6 +55,9 @@ pub struct EvalCmd {
     /// Type of weights and activations [default: the model's]
     #[arg(long, value_enum)]
     dtype: Option<open::TypeArg>,
+    /// Weights of linear layers in 4 or 8 bits [default: as a run trained beside them]
+    #[arg(long, value_enum)]
+    quantize: Option<open::QuantizeArg>,
     /// Write one line of JSON per row into this file
     #[arg(long)]
     details: Option<PathBuf>,
@@ -96,14 +99,10 @@ impl EvalCmd {
             return usage("--limit, --seq, --batch and --max-tokens must be at least 1");
         }
         let devices = self.place.open(&mut std::io::stderr())?;
-        let run = roundpipe_train::run_model(self.model.as_ref())?;
-        let (name, trained) = match run {
-            Some(run) => (run.base, run.adapter),
-            None => (self.model.clone(), None),
-        };
-        let opened = open::model(&name, self.dtype.map(Into::into), &self.place)?;
+        let found = Found::find(&self.model, self.adapter.as_deref(), self.quantize)?;
+        let opened = found.open(self.dtype.map(Into::into), &self.place)?;
         let mut model = opened.model;
-        if let Some(adapter) = self.adapter.as_ref().or(trained.as_ref()) {
+        if let Some(adapter) = &found.adapter {
             model.load_adapter(adapter).map_err(anyhow::Error::from)?;
         }
         let tokenizer = Tokenizer::open(&opened.path).map_err(anyhow::Error::from)?;

@@ -9,7 +9,7 @@ use roundpipe_models::chat::Message;
 use roundpipe_models::tokenizer::Tokenizer;
 use roundpipe_models::{GenerateOptions, Generator, Model, Sampler, preset};
 
-use crate::open;
+use crate::open::{self, Found};
 use crate::place::Place;
 use crate::terminal::Output;
 
@@ -88,15 +88,10 @@ impl GenerateCmd {
         }
         // Notes go beside the answer, which goes to `out`.
         let devices = self.place.open(&mut std::io::stderr())?;
-        let run = roundpipe_train::run_model(self.model.as_ref())?;
-        let (name, trained) = match run {
-            Some(run) => (run.base, run.adapter),
-            None => (self.model.clone(), None),
-        };
-        let dtype = self.dtype.map(Into::into);
-        let opened = open::model_quantized(&name, dtype, &self.place, self.quantize)?;
+        let found = Found::find(&self.model, self.adapter.as_deref(), self.quantize)?;
+        let opened = found.open(self.dtype.map(Into::into), &self.place)?;
         let mut model = opened.model;
-        if let Some(adapter) = self.adapter.as_ref().or(trained.as_ref()) {
+        if let Some(adapter) = &found.adapter {
             model.load_adapter(adapter)?;
         }
         let tokenizer = Tokenizer::open(&opened.path)?;

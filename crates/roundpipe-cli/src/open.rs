@@ -70,18 +70,68 @@ pub fn looks_like_a_model(name: &str) -> bool {
     name.contains('/') || Path::new(name).exists()
 }
 
+/// What a name stands for: a model, or what a run trained.
+pub struct Found {
+    /// A folder or hub id.
+    base: String,
+    /// The adapter on it.
+    pub adapter: Option<PathBuf>,
+    quantize: Option<Quantization>,
+}
+
+impl Found {
+    /// Looks a name up. An adapter and weights in 8 or 4 bits that the user asks for come before those
+    /// of a run.
+    pub fn find(
+        name: &str,
+        adapter: Option<&Path>,
+        quantize: Option<QuantizeArg>,
+    ) -> anyhow::Result<Self> {
+        let run = roundpipe_train::run_model(name.as_ref())?;
+        let mut found = match run {
+            Some(run) => Self {
+                base: run.base,
+                adapter: run.adapter,
+                quantize: run.quantize,
+            },
+            None => Self {
+                base: name.to_owned(),
+                adapter: None,
+                quantize: None,
+            },
+        };
+        if let Some(adapter) = adapter {
+            found.adapter = Some(adapter.to_owned());
+        }
+        match (quantize, found.quantize) {
+            (Some(asked), _) => found.quantize = Some(asked.into()),
+            (None, Some(how)) => writeln!(
+                std::io::stderr(),
+                "the weights are quantised ({how}), as they were when {name} was trained"
+            )?,
+            (None, None) => {}
+        }
+        Ok(found)
+    }
+
+    /// Loads the model, without the adapter.
+    pub fn open(&self, dtype: Option<DType>, place: &Place) -> anyhow::Result<Opened> {
+        model_quantized(&self.base, dtype, place, self.quantize)
+    }
+}
+
 /// [`model`], with its linear layers in 8 or 4 bits where asked; those are always in memory.
 pub fn model_quantized(
     name: &str,
     dtype: Option<DType>,
     place: &Place,
-    quantize: Option<QuantizeArg>,
+    quantize: Option<Quantization>,
 ) -> anyhow::Result<Opened> {
     let Some(how) = quantize else {
         return model(name, dtype, place);
     };
     let path = hub::resolve(name)?;
-    let model = Model::load_quantized(&path, dtype, how.into())?;
+    let model = Model::load_quantized(&path, dtype, how)?;
     Ok(Opened { model, path })
 }
 

@@ -18,9 +18,9 @@ pub struct Found {
 /// Finds the model, and the adapter that a run or the user gives.
 pub fn find(model: &str, adapter: Option<&Path>) -> anyhow::Result<Found> {
     let run = roundpipe_train::run_model(model.as_ref())?;
-    let (base, trained) = match run {
-        Some(run) => (run.base, run.adapter),
-        None => (model.to_owned(), None),
+    let (base, trained, quantize) = match run {
+        Some(run) => (run.base, run.adapter, run.quantize),
+        None => (model.to_owned(), None, None),
     };
     if trained.is_some() && adapter.is_some() {
         bail!("{model}: is a run with an adapter of its own; give its base model with another one");
@@ -35,7 +35,11 @@ pub fn find(model: &str, adapter: Option<&Path>) -> anyhow::Result<Found> {
         bail!("{model}: is an adapter; name the model that it belongs to first");
     }
     Ok(Found {
-        source: Source { folder, adapter },
+        source: Source {
+            folder,
+            adapter,
+            quantize,
+        },
         base,
         name: last_part(model),
     })

@@ -401,10 +401,26 @@ impl Model {
     /// # Errors
     /// When the system has no memory, or while weights are written.
     pub fn dequantize(&mut self) -> Result<()> {
+        self.dequantize_each(QuantizedWeight::widened)
+    }
+
+    /// The same for a model that is only read from now on: values are made whenever a weight is
+    /// read, and take no memory of their own.
+    ///
+    /// # Errors
+    /// When a weight cannot be replaced.
+    pub fn dequantize_on_read(&mut self) -> Result<()> {
+        self.dequantize_each(QuantizedWeight::widened_on_read)
+    }
+
+    fn dequantize_each(
+        &mut self,
+        widened: impl Fn(&QuantizedWeight) -> TensorResult<Param>,
+    ) -> Result<()> {
         for block in &mut self.blocks {
             for (_, projection) in block.projections_mut() {
                 if let Weight::Quantized(weight) = &projection.weight {
-                    projection.weight = Weight::Whole(weight.widened()?);
+                    projection.weight = Weight::Whole(widened(weight)?);
                 }
             }
         }

@@ -3,7 +3,9 @@
 //! A [`Source`] is a folder of weights and perhaps an adapter on them. Its weights stay in their files
 //! and are read tensor by tensor; where there is an adapter, each sum is made in f32 when it is read,
 //! and rounded once to the type that is written. So memory holds one parameter at a time, whatever
-//! the size of the model.
+//! the size of the model. Codes of a quantised base are widened in the same way: what is written are
+//! whole weights. Where the base is quantised here, because the adapter was trained beside it so, its
+//! codes are made first, and are in memory.
 //!
 //! Refused: a target that exists (an empty folder counts as none). Nothing is ever replaced.
 //!
@@ -13,7 +15,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use roundpipe::DType;
+use roundpipe::{DType, Quantization};
 use roundpipe_files::{AtomicFolder, SystemDisk};
 
 use crate::decoder::Model;
@@ -29,6 +31,8 @@ pub struct Source {
     pub folder: PathBuf,
     /// A folder with an adapter on them.
     pub adapter: Option<PathBuf>,
+    /// How the weights are quantised first, as they were when the adapter was trained.
+    pub quantize: Option<Quantization>,
 }
 
 /// What was written into a folder.
@@ -49,13 +53,17 @@ impl Source {
     /// [`Error::File`] when one of them cannot be used, or they do not fit together.
     pub fn open(&self) -> Result<(Model, DType)> {
         let own = read_config(&self.folder)?.dtype.unwrap_or(DType::F32);
-        let Some(adapter) = &self.adapter else {
-            return Ok((Model::load_mapped(&self.folder, None)?, own));
-        };
         // In f32, so that sums are rounded once, when they are written.
-        let mut model = Model::load_mapped(&self.folder, Some(DType::F32))?;
-        model.load_adapter(adapter)?;
-        model.merge_lora_on_read()?;
+        let dtype = self.adapter.is_some().then_some(DType::F32);
+        let mut model = match self.quantize {
+            Some(how) => Model::load_quantized(&self.folder, dtype, how)?,
+            None => Model::load_mapped(&self.folder, dtype)?,
+        };
+        model.dequantize_on_read()?;
+        if let Some(adapter) = &self.adapter {
+            model.load_adapter(adapter)?;
+            model.merge_lora_on_read()?;
+        }
         Ok((model, own))
     }
 

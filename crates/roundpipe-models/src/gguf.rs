@@ -112,6 +112,12 @@ impl Model {
     ) -> Result<GgufReport> {
         let (path, folder) = (path.as_ref(), folder.as_ref());
         refuse_existing(path)?;
+        if let Some(how) = self.quantization() {
+            let why = format!(
+                "the weights are quantised ({how}) in a form that GGUF has not; call Model::dequantize first"
+            );
+            return Err(Error::argument("save_gguf", why));
+        }
         let architecture = keys::Architecture::of(&self.config)?;
         let tensors = tensors::plan(self, architecture, options.dtype)?;
         let tokenizer = Tokenizer::open(folder)?;

@@ -13,7 +13,10 @@ use roundpipe::{
     Bytes, Cpu, Cx, DType, Device, Grain, HostTensor, Inputs, Lag, Param, Params, RingOptions,
     RoundPipe, Rule, RunConfig, Update,
 };
-use roundpipe_models::{LoraConfig, Model, Quantization, SaveOptions, preset};
+use roundpipe_models::export::Source;
+use roundpipe_models::{
+    Entry, GgufOptions, GgufType, LoraConfig, Model, Quantization, SaveOptions, preset,
+};
 use roundpipe_tensor::SimWorld;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -88,6 +91,67 @@ fn folders_of_bitsandbytes_load() {
             let whole = model.logits(&mut cx, &tokens).unwrap();
             assert_eq!(whole.to_f64_vec().unwrap(), logits, "{name}: widened");
         }
+    }
+}
+
+/// What is exported of a quantised base are whole weights: those that its codes stand for, and with
+/// an adapter the sum of both, rounded once.
+#[test]
+fn exports_are_whole() {
+    let values = |model: &Model| -> Vec<(String, Vec<f32>)> {
+        let entries = model.entries().into_iter();
+        let value = |entry: Entry| (entry.name, entry.param.to_vec::<f32>().unwrap());
+        entries.map(value).collect()
+    };
+    let temp = folder();
+    let room: &Path = temp.as_ref();
+    let write = |source: &Source, name: &str| {
+        let out = room.join(name);
+        let dtype = Some(DType::F32);
+        source.write_folder(&out, dtype, u64::MAX).unwrap();
+        assert!(Model::load(&out, None).unwrap().quantization().is_none());
+        values(&Model::load(&out, Some(DType::F32)).unwrap())
+    };
+    for name in ["nf4", "nf4_plain", "int8"] {
+        let mut want = Model::load(fixture(name), None).unwrap();
+        let error = want.save_gguf(room.join("no.gguf"), fixture(name), &gguf());
+        assert!(error.unwrap_err().to_string().contains("dequantize"));
+        want.dequantize().unwrap();
+        let source = Source {
+            folder: fixture(name),
+            adapter: None,
+            quantize: None,
+        };
+        assert!(write(&source, name) == values(&want), "{name}");
+    }
+    // An adapter that was trained beside codes is added to what they stand for.
+    let adapter = room.join("adapter");
+    for how in BOTH {
+        let mut model = Model::load_quantized(fixture("whole"), Some(DType::F32), how).unwrap();
+        model.add_lora(&LoraConfig::default()).unwrap();
+        for (name, param) in model.trainable_params() {
+            let home = param.data();
+            let mut bytes = home.write(0..home.len()).unwrap();
+            let values = bytes.as_mut_slice::<f32>().iter_mut().enumerate();
+            values.for_each(|(i, x)| *x = ((i + name.len()) % 7) as f32 / 40.0);
+        }
+        model.save_adapter(&adapter).unwrap();
+        model.dequantize().unwrap();
+        model.merge_lora().unwrap();
+        let source = Source {
+            folder: fixture("whole"),
+            adapter: Some(adapter.clone()),
+            quantize: Some(how),
+        };
+        let have = write(&source, &format!("merged {how}"));
+        assert!(have == values(&model), "{how}");
+    }
+}
+
+fn gguf() -> GgufOptions {
+    GgufOptions {
+        dtype: GgufType::F32,
+        name: "codes".to_owned(),
     }
 }
 

@@ -17,6 +17,7 @@
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
+use roundpipe::Quantization;
 use roundpipe_files::AtomicFile;
 
 use crate::error::{Error, Result};
@@ -224,6 +225,8 @@ pub struct RunModel {
     pub base: String,
     /// An adapter on it.
     pub adapter: Option<PathBuf>,
+    /// How the weights beside the adapter were quantised.
+    pub quantize: Option<Quantization>,
 }
 
 /// The result in a run's folder; nothing where the folder is no run's.
@@ -250,8 +253,10 @@ pub fn run_model(path: &Path) -> Result<Option<RunModel>> {
         Some(model) if is_adapter => model,
         _ => result.display().to_string(),
     };
+    let quantize = settings.quantize.filter(|_| is_adapter);
     Ok(Some(RunModel {
         base,
+        quantize: quantize.map(Into::into),
         adapter: is_adapter.then_some(result),
     }))
 }

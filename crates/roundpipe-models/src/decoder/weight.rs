@@ -16,8 +16,8 @@ use roundpipe::quant::{
     nf4_magnitude, nf4_magnitudes, nf4_nested,
 };
 use roundpipe::{
-    Cx, DType, Element, Param, ParamVisitor, RngKey, Shape, Tensor, TensorError, TensorResult,
-    bf16, f16,
+    Cx, DType, Element, HostBuf, Param, ParamVisitor, RngKey, Shape, Tensor, TensorError,
+    TensorResult, bf16, f16,
 };
 
 /// Values per task: enough to be worth a task, few enough to share among threads.
@@ -253,14 +253,31 @@ impl QuantizedWeight {
     /// The values as a whole parameter of the type that they widen to.
     pub(crate) fn widened(&self) -> TensorResult<Param> {
         let whole = Param::zeros(self.dtype, self.shape.dims())?.frozen();
-        let mut out = whole.data().write(0..whole.bytes())?;
-        match self.dtype {
-            DType::BF16 => self.widen(out.as_mut_slice(), bf16::from_f32)?,
-            DType::F16 => self.widen(out.as_mut_slice(), f16::from_f32)?,
-            _ => self.widen(out.as_mut_slice(), |x: f32| x)?,
-        }
-        drop(out);
+        self.widen_into(&whole.data())?;
         Ok(whole)
+    }
+
+    /// The same without memory of its own: codes are widened whenever it is read.
+    pub(crate) fn widened_on_read(&self) -> TensorResult<Param> {
+        let whole = Param::absent(self.dtype, self.shape.dims())?.frozen();
+        let codes = self.clone();
+        let name = codes.codes.data().name().to_owned();
+        let home = HostBuf::made_on_read(name, whole.bytes(), move |home| {
+            codes.widen_into(home)?;
+            let read = codes.codes.data();
+            read.let_go(0..read.len())
+        });
+        whole.rehome(home)?;
+        Ok(whole)
+    }
+
+    fn widen_into(&self, home: &HostBuf) -> TensorResult<()> {
+        let mut out = home.write(0..home.len())?;
+        match self.dtype {
+            DType::BF16 => self.widen(out.as_mut_slice(), bf16::from_f32),
+            DType::F16 => self.widen(out.as_mut_slice(), f16::from_f32),
+            _ => self.widen(out.as_mut_slice(), |x: f32| x),
+        }
     }
 
     /// `round` takes f32 to the nearest value: by way of f64 some would be rounded twice.

@@ -122,6 +122,12 @@ impl Subject {
             let path = roundpipe_models::hub::resolve(name)?;
             (read_config(&path)?, Some(path))
         };
+        if let Some(how) = config.quantization() {
+            return Err(Error::Usage(format!(
+                "{name}: its weights are quantized ({how}), and here all weights are trained; name a \
+                 model with whole weights"
+            )));
+        }
         let left = host_memory::available().map_or(u64::MAX, |left| left.0);
         let most = MOST_PARAMS.min(left / BYTES_PER_PARAM);
         let all = config.layers;
