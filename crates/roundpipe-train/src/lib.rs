@@ -24,6 +24,7 @@ pub mod doctor;
 pub mod eval;
 
 pub mod batches;
+mod host_limit;
 mod model;
 mod preference;
 mod resolve;

@@ -117,15 +117,7 @@ impl Origin {
             config = config.with(&serde_json::json!({ "max_position_embeddings": seq }))?;
         }
         let type_now = dtype.or(config.dtype).unwrap_or(DType::F32);
-        if let Some(how) = config
-            .quantization()
-            .filter(|_| settings.method == Method::Full)
-        {
-            return Err(Error::Usage(format!(
-                "model: its weights are quantized ({how}) and are not trained; add --lora"
-            )));
-        }
-        check_host(settings, &config, type_now)?;
+        check_host(settings, &config, type_now, self.weights.is_some())?;
         let quantize = settings.quantize.map(Quantization::from);
         let mut model = match (&self.weights, quantize) {
             (None, None) => Model::random(config, type_now, settings.seed)?,
@@ -219,10 +211,18 @@ fn adapt(model: &mut Model, settings: &Settings, add: AddLora) -> Result<()> {
 }
 
 /// Compares what training takes with what the host has left, and with what the user allows.
-fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result<()> {
+fn check_host(
+    settings: &Settings,
+    config: &ModelConfig,
+    dtype: DType,
+    has_files: bool,
+) -> Result<()> {
     let mut model = empty(config.clone(), dtype, settings)?;
     adapt(&mut model, settings, Model::add_empty_lora)?;
-    let budget = host_budget(&model, settings);
+    let mut budget = host_budget(&model, settings);
+    if has_files {
+        in_files(&mut budget, &model, settings);
+    }
     let fits = |limit: Bytes, what: &str| {
         let checked = budget.check(limit);
         checked.map_err(|e| Error::DoesNotFit(format!("{what}{e}")))
@@ -231,9 +231,8 @@ fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result
         fits(limit, "host_memory: ")?;
     }
     match roundpipe::host_memory::available() {
-        // Mapped weights come from files; only what is trained must be there.
-        Some(left) if settings.pin != PinName::Off => fits(left, ""),
-        _ => Ok(()),
+        Some(left) => fits(left, ""),
+        None => Ok(()),
     }
 }
 

@@ -31,6 +31,7 @@ use serde::Serialize;
 
 use crate::batches;
 use crate::error::{Error, Result};
+use crate::host_limit;
 use crate::model::{host_budget, in_files};
 use crate::resolve::Place;
 use crate::settings::{GrainName, Method, Settings};
@@ -47,11 +48,6 @@ const DRY_STEPS: usize = 3;
 const MOST_MICROBATCHES: usize = 1024;
 /// Tokens of a step: more than anyone trains at once, and little memory.
 const MOST_TOKENS: usize = 1 << 25;
-/// The program, CUDA's libraries and the driver's own memory of the host. Measured: 1.10 to 1.12 GiB
-/// more than weights and optimizer in runs on an H200.
-const LIBRARIES: u64 = 1127 << 20;
-/// The program alone, on a processor.
-const PROGRAM: u64 = 64 << 20;
 /// Of what the host has left, what a save may take for copies: `SpareMemory`.
 const SPARE_PART: u64 = 4;
 
@@ -491,7 +487,7 @@ impl Asked<'_> {
             .first()
             .map_or(0, |worker| worker.device().cost_model().context_bytes().0);
         Ok(DryRun {
-            activations: self.saved_bytes(&engine),
+            activations: host_limit::activation_bytes(&engine),
             kept_weights: kept.iter().map(|(_, bytes)| bytes).sum(),
             plan,
             costs,
@@ -500,19 +496,6 @@ impl Asked<'_> {
             context,
             store: engine.host_bytes(),
         })
-    }
-
-    /// Activations that a step saves in host memory: the inputs of what is recomputed and what spares
-    /// recomputes time, less what stays on the card. Workers that only count hold no host memory, so
-    /// this follows the rules of the engine's planner and budget.
-    fn saved_bytes(&self, engine: &RoundPipe) -> u64 {
-        let used = engine.activation_use().unwrap_or_default();
-        // On a ring the next visit of a layer is on another card, so nothing stays.
-        let stays = match engine.ring().workers().len() {
-            1 => used.may_stay,
-            _ => 0,
-        };
-        used.saved.saturating_sub(stays) + used.pieces_in_host
     }
 
     fn call(&self, layers: usize) -> Result<(roundpipe::Inputs, roundpipe::RunConfig)> {
@@ -753,16 +736,16 @@ impl Maker<'_> {
         let budget = &self.host.budget;
         let store = &self.later.store;
         let in_files = budget.in_files;
-        let libraries = if self.machine.is_host {
-            PROGRAM
-        } else {
-            LIBRARIES
-        };
+        let libraries = host_limit::program_bytes(self.machine.is_host);
         let activations = self.first.activations.max(self.later.activations);
-        let batches = self.asked.batch.tokens.saturating_mul(start::TOKEN_BYTES);
+        let batches = host_limit::batch_bytes(self.asked.batch.tokens);
         let frozen = (store.frozen as u64).saturating_sub(in_files);
         let arena = match self.machine.is_host {
-            true => self.first.gpu_peak.max(self.later.gpu_peak),
+            // Each of them takes the largest stage some time: validations move stages on.
+            true => {
+                let most = self.first.gpu_peak.max(self.later.gpu_peak);
+                most.saturating_mul(self.machine.workers as u64)
+            }
             false => 0,
         };
         let parts = [
@@ -841,8 +824,12 @@ impl Maker<'_> {
         }
         let one = self.checkpoint_bytes();
         if let Some(limit) = self.machine.host_memory {
-            let used = self.host_use().peak_bytes;
-            let spare = (limit.0.saturating_sub(used) / SPARE_PART).min(one);
+            let left = limit.0.saturating_sub(self.host_use().peak_bytes);
+            // What the user allows may be used up; of what is there, others need some.
+            let spare = match settings.host_memory {
+                Some(_) => left.min(one),
+                None => (left / SPARE_PART).min(one),
+            };
             notes.push(format!(
                 "a save copies up to {} of its {} into memory that is free",
                 Bytes(spare),

@@ -376,8 +376,15 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
     }
 
     let warmup = settings.warmup.unwrap_or(0);
-    if settings.quantize.is_some() && settings.method == Method::Full {
-        return refuse("quantize: quantized weights are not trained; add --lora".into());
+    if settings.method == Method::Full {
+        if settings.quantize.is_some() {
+            return refuse("quantize: quantized weights are not trained; add --lora".into());
+        }
+        if let Some(how) = config.quantization() {
+            return refuse(format!(
+                "model: its weights are quantized ({how}) and are not trained; add --lora"
+            ));
+        }
     }
     check_fp8(settings, config)?;
     if warmup > steps {

@@ -731,6 +731,7 @@ impl<'r> Session<'r> {
         let notes = serde_json::to_string(&notes)
             .map_err(|e| Error::Failed(format!("the checkpoint's notes: {e}")))?;
         let engine = &self.ready.engine;
+        self.checkpoints.borrow_at_most(self.ready.spare_memory());
         let ordered = if is_best {
             self.checkpoints.save_best(engine, self.step, notes)
         } else {

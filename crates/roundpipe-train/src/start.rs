@@ -22,15 +22,14 @@ use roundpipe_models::tokenizer::Tokenizer;
 
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
+use crate::host_limit::{self, HostLimit};
 use crate::machine;
-use crate::model::{Origin, Trained, host_budget, rule};
+use crate::model::{Origin, Trained, rule};
 use crate::preference::{PairLoss, Reference};
 use crate::progress::{ShownRow, Watcher};
 use crate::resolve::{self, Lengths, Place};
 use crate::settings::{BadRowsName, Given, Objective, Schedule, Settings, ValidationSetting};
 
-/// Host memory of a token in a batch: its number, label and position, as read and as given on.
-pub(crate) const TOKEN_BYTES: u64 = 48;
 /// The longest chat template file.
 const MOST_TEMPLATE_BYTES: u64 = 1 << 20;
 
@@ -47,6 +46,15 @@ pub(crate) struct Ready {
     pub pair_loss: Option<PairLoss>,
     /// What the model said of them before training, once it is known.
     pub reference: Option<Reference>,
+}
+
+impl Ready {
+    /// What a save may borrow of the memory that the user allows.
+    pub fn spare_memory(&self) -> Option<Bytes> {
+        let is_host = is_host(&self.devices);
+        let limit = HostLimit::of(&self.settings, &self.trained.model, is_host)?;
+        Some(Bytes(limit.spare(&self.engine)))
+    }
 }
 
 /// What is learned from.
@@ -152,7 +160,7 @@ pub(crate) fn prepare(
     let devices = open_devices(&settings, watcher)?;
     let place = Place {
         devices: devices.len(),
-        is_host: devices.iter().all(|device| !device.id().kind.is_gpu()),
+        is_host: is_host(&devices),
     };
     let origin = Origin::find(&settings, folder)?;
     let (mut data, lengths) = open_data(&mut settings, &origin)?;
@@ -174,6 +182,9 @@ pub(crate) fn prepare(
     data.report.extend(lengths.too_long(&settings));
     let trained = origin.load(&settings, seq)?;
     check_vocabulary(&trained)?;
+    if let Some(limit) = HostLimit::of(&settings, &trained.model, place.is_host) {
+        limit.check()?;
+    }
     // Before the engine takes the memory.
     let product_rate = machine::product_rate(devices[0].clone(), trained.model.dtype()).ok();
     let engine = build(&settings, &trained.model, &devices)?;
@@ -192,14 +203,8 @@ pub(crate) fn prepare(
 
 /// Refuses a step whose tokens alone take more memory than there is.
 fn check_batch(settings: &Settings) -> Result<()> {
-    let tokens = settings.seq.unwrap_or(1) as u64;
-    let tokens = tokens.saturating_mul(settings.batch.unwrap_or(1) as u64);
-    let documents = match settings.objective {
-        Objective::Sft => 1,
-        Objective::Dpo | Objective::Orpo => 2,
-    };
-    let tokens = tokens.saturating_mul(documents);
-    let bytes = Bytes(tokens.saturating_mul(TOKEN_BYTES));
+    let tokens = host_limit::tokens(settings);
+    let bytes = Bytes(host_limit::batch_bytes(tokens));
     let left = roundpipe::host_memory::available();
     match settings.host_memory.into_iter().chain(left).min() {
         Some(left) if bytes > left => Err(Error::DoesNotFit(format!(
@@ -373,6 +378,12 @@ pub(crate) fn encoder(settings: &Settings, tokenizer: &Tokenizer) -> Result<Arc<
     Ok(Arc::new(encoder.template(template)))
 }
 
+/// Whether the processor computes, not GPUs.
+pub(crate) fn is_host(devices: &[Arc<dyn Device>]) -> bool {
+    let mut devices = devices.iter();
+    devices.all(|device| !device.cost_model().kind().is_gpu())
+}
+
 /// The engine of a run.
 pub(crate) fn build(
     settings: &Settings,
@@ -386,6 +397,8 @@ pub(crate) fn build(
         Error::Failed(line) => Error::Usage(line),
         other => other,
     };
+    let limit = HostLimit::of(settings, model, is_host(devices));
+    let work = limit.and_then(|limit| limit.work(devices.len()));
     let engine = RoundPipe::builder(model.layers.clone())
         .name("train")
         .seed(settings.seed)
@@ -397,12 +410,9 @@ pub(crate) fn build(
         .fp8(settings.fp8)
         .devices(devices.to_vec())
         .ring_options(RingOptions {
-            memory: settings.gpu_memory,
+            memory: settings.gpu_memory.or(work),
             pin: settings.pin.into(),
-            // What weights and their optimizer leave of the memory that the user allows.
-            host_activations: settings
-                .host_memory
-                .map(|limit| Bytes(limit.0.saturating_sub(host_budget(model, settings).total()))),
+            host_activations: limit.and_then(HostLimit::activations),
             ..RingOptions::default()
         })
         .pin(settings.pin.into())

@@ -41,6 +41,7 @@ use std::sync::{Arc, Mutex};
 
 use roundpipe_files::small::{self, FileLimits};
 use roundpipe_files::{Disk, SystemDisk, folder};
+use roundpipe_tensor::Bytes;
 
 use crate::checkpoint::write::{SaveTarget, ShardLimits, SpareMemory};
 use crate::checkpoint::{Checkpoint, Saving};
@@ -64,6 +65,7 @@ const KEPT: usize = 3;
 pub struct Checkpoints {
     shared: Arc<Shared>,
     limits: ShardLimits,
+    spare: Mutex<SpareMemory>,
     last: Mutex<Option<Saving>>,
 }
 
@@ -116,6 +118,7 @@ impl Checkpoints {
         Ok(Self {
             shared: Arc::new(shared),
             limits,
+            spare: Mutex::default(),
             last: Mutex::default(),
         })
     }
@@ -125,6 +128,12 @@ impl Checkpoints {
     pub fn keep_last(self, count: usize) -> Self {
         *lock(&self.shared.keep_last) = count.max(1);
         self
+    }
+
+    /// The most host memory that saves from now on borrow for copies, so that updates need not wait for
+    /// the disk; without a number, a quarter of what the system has left.
+    pub fn borrow_at_most(&self, bytes: Option<Bytes>) {
+        lock(&self.spare).bytes = bytes.map(|bytes| bytes.0);
     }
 
     /// Orders the checkpoint of a step, as [`RoundPipe::save`]. Once it is complete, older ones that
@@ -176,7 +185,7 @@ impl Checkpoints {
                 path: self.path(step),
                 disk: self.shared.disk.clone(),
                 limits: self.limits,
-                spare: SpareMemory::default(),
+                spare: *lock(&self.spare),
                 then: Some(Box::new(then)),
                 stays: before.map(|step| format!("the checkpoint of step {step} stays")),
             },

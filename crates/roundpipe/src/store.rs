@@ -214,6 +214,11 @@ impl Store {
         }
     }
 
+    /// Whether weights and gradients have contents: not those of workers that only count.
+    pub(crate) fn has_values(&self) -> bool {
+        self.shared.config.device.moves_bytes()
+    }
+
     /// The seed of what rounds moments.
     pub(crate) fn moment_seed(&self) -> u64 {
         self.shared.config.seed

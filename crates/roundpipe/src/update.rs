@@ -115,7 +115,7 @@ impl Store {
         begun: &mut BegunSquares,
     ) -> Result<()> {
         for (index, param) in self.layers()[layer].own_trainable() {
-            if groups.of(param.home).frozen {
+            if groups.of(param.home).frozen || !self.has_values() {
                 continue;
             }
             let users = param.users.iter();
@@ -150,7 +150,7 @@ impl Store {
     ) -> Result<Vec<f64>> {
         let mut squares = Vec::new();
         for (index, param) in self.layers()[layer].own_trainable() {
-            if groups.of(param.home).frozen {
+            if groups.of(param.home).frozen || !self.has_values() {
                 continue;
             }
             let mut chunks = begun.0.remove(&(layer, index)).unwrap_or_default();
@@ -287,7 +287,9 @@ impl Store {
     /// As [`Store::apply`].
     pub fn skip(&self, layer: usize, next_version: u64, abort: &Abort) -> Result<()> {
         let mut open = self.open(layer, next_version, abort)?;
-        open.params.iter_mut().for_each(OpenParam::keep);
+        if self.has_values() {
+            open.params.iter_mut().for_each(OpenParam::keep);
+        }
         self.finish(open)
     }
 

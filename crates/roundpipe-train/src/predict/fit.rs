@@ -8,7 +8,9 @@ use serde::Serialize;
 
 use super::{Prediction, Subject, exceeds_machine, machine::Machine, predict};
 use crate::error::{Error, Result};
-use crate::settings::{GrainName, Method, MomentsName, PinName, RuleName, Settings, TypeName};
+use crate::settings::{
+    GrainName, Method, MomentsName, PinName, QuantizeName, RuleName, Settings, TypeName,
+};
 
 /// Ways that are offered.
 const OFFERED: usize = 3;
@@ -244,6 +246,32 @@ fn changes(subject: &Subject, settings: &Settings) -> Vec<Change> {
             "adapters are trained, not every weight",
             apply,
         );
+    }
+    let is_whole = settings.quantize.is_none() && subject.config().quantization().is_none();
+    if is_whole && !settings.fp8 {
+        for (how, price) in [(QuantizeName::Int8, 4), (QuantizeName::Nf4, 5)] {
+            let apply = Box::new(move |s: &mut Settings| {
+                s.method = Method::Lora;
+                s.quantize = Some(how);
+            });
+            let quantize = format!("quantize={}", how.name());
+            // Instead of `--lora` alone.
+            let (about, price, arguments, costs) = match is_full {
+                true => (
+                    "method",
+                    price + 5,
+                    format!("--lora {quantize}"),
+                    "adapters are trained, beside weights of fewer bits",
+                ),
+                false => (
+                    "quantize",
+                    price,
+                    quantize,
+                    "frozen weights have fewer bits",
+                ),
+            };
+            add(about, price, &arguments, costs, apply);
+        }
     }
     let seq = settings.seq.unwrap_or(2048);
     for part in [2, 4] {
