@@ -60,6 +60,11 @@ impl Threads {
             .store(most.clamp(1, self.count), Ordering::Relaxed);
     }
 
+    /// How many of them work at a time.
+    pub fn most(&self) -> usize {
+        self.most.load(Ordering::Relaxed)
+    }
+
     /// Runs `task(0)` … `task(tasks - 1)`, in any order, on these threads; returns when all are
     /// done.
     pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync + Send) {
@@ -70,7 +75,7 @@ impl Threads {
     fn share(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
         match &self.pool {
             Some(pool) if tasks > 1 => {
-                let most = self.most.load(Ordering::Relaxed);
+                let most = self.most();
                 if most < self.count {
                     return pool.install(|| share_among(most, tasks, task));
                 }

@@ -266,7 +266,7 @@ impl Core {
         // A kept forward may have been submitted before calls whose gradients came first.
         let numbers = calls.iter().map(|call| call.first_number());
         let first_number = numbers.min().unwrap_or(sequence.number);
-        let outcome = Outcome::new(version, first_number);
+        let outcome = Outcome::new(version, first_number, &self.optimizer.urgency);
         // Counted before it is done: the next call must know which version to read. A failure
         // counts back (`recover.rs`).
         sequence.steps = version;
@@ -342,7 +342,6 @@ impl Core {
     pub(super) fn come_to_rest(&self, sequence: &mut Sequence) -> Result<()> {
         // Calls first: a step waits for the gradients of its calls.
         self.wait_quiet();
-        self.optimizer.hurry();
         sequence.wait_steps();
         // A save may still read what a caller at rest may write.
         if let Some(save) = self.optimizer.last_save() {

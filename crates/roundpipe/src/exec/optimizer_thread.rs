@@ -25,13 +25,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::nvtx;
 
 use super::call::{Call, CallList, Landed};
 use super::early_rows::{TABLE, TableUpdate};
 use super::model::Model;
-use super::pace::Pace;
+use super::pace::{Pace, Urgency};
 use super::task::panic_text;
 use crate::checkpoint::SaveProgress;
 use crate::checkpoint::manifest::SavedScaler;
@@ -154,15 +153,18 @@ pub(crate) struct Outcome {
     pub number: u64,
     phase: Mutex<StepPhase>,
     changed: Condvar,
+    /// Who waits for the end of a step hurries its update.
+    urgency: Arc<Urgency>,
 }
 
 impl Outcome {
-    pub fn new(version: u64, number: u64) -> Arc<Self> {
+    pub fn new(version: u64, number: u64, urgency: &Arc<Urgency>) -> Arc<Self> {
         Arc::new(Self {
             version,
             number,
             phase: Mutex::new(StepPhase::Waiting),
             changed: Condvar::new(),
+            urgency: urgency.clone(),
         })
     }
 
@@ -175,42 +177,52 @@ impl Outcome {
         self.changed.notify_all();
     }
 
-    /// The report, when it is done; the error, once, when it failed.
-    pub fn wait(&self) -> Result<StepReport> {
+    /// Waits until `found` finds what it looks for.
+    fn wait_for<R>(&self, mut found: impl FnMut(&mut StepPhase) -> Option<R>) -> R {
         let mut phase = self.lock();
         loop {
-            match &mut *phase {
-                StepPhase::Done(report) => return Ok(*report),
-                StepPhase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
-                _ => phase = unpoisoned(self.changed.wait(phase)),
+            if let Some(result) = found(&mut phase) {
+                return result;
             }
+            phase = unpoisoned(self.changed.wait(phase));
         }
+    }
+
+    /// The same for who needs the whole update: it hurries.
+    fn hurry_for<R>(&self, mut found: impl FnMut(&mut StepPhase) -> Option<R>) -> R {
+        // A step that is over hurries nothing: the update under way is another's.
+        if let Some(result) = found(&mut self.lock()) {
+            return result;
+        }
+        let _hurried = self.urgency.hurry();
+        self.wait_for(found)
+    }
+
+    /// The report, when it is done; the error, once, when it failed.
+    pub fn wait(&self) -> Result<StepReport> {
+        self.hurry_for(|phase| match phase {
+            StepPhase::Done(report) => Some(Ok(*report)),
+            StepPhase::Failed(error) => Some(Err(error.take().unwrap_or_else(failed_before))),
+            _ => None,
+        })
     }
 
     /// Waits until it is sure to happen.
     pub fn wait_begun(&self) -> Result<()> {
-        let mut phase = self.lock();
-        loop {
-            match &mut *phase {
-                StepPhase::Begun | StepPhase::Done(_) => return Ok(()),
-                StepPhase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
-                StepPhase::Waiting | StepPhase::Failing => {
-                    phase = unpoisoned(self.changed.wait(phase));
-                }
-            }
-        }
+        self.wait_for(|phase| match phase {
+            StepPhase::Begun | StepPhase::Done(_) => Some(Ok(())),
+            StepPhase::Failed(error) => Some(Err(error.take().unwrap_or_else(failed_before))),
+            StepPhase::Waiting | StepPhase::Failing => None,
+        })
     }
 
     /// Waits until it is over, whatever came of it; whether it was done.
     pub fn wait_over(&self) -> bool {
-        let mut phase = self.lock();
-        while matches!(
-            *phase,
-            StepPhase::Waiting | StepPhase::Begun | StepPhase::Failing
-        ) {
-            phase = unpoisoned(self.changed.wait(phase));
-        }
-        matches!(*phase, StepPhase::Done(_))
+        self.hurry_for(|phase| match phase {
+            StepPhase::Done(_) => Some(true),
+            StepPhase::Failed(_) => Some(false),
+            StepPhase::Waiting | StepPhase::Begun | StepPhase::Failing => None,
+        })
     }
 
     /// Whether it has failed, or is about to.
@@ -313,8 +325,7 @@ pub(crate) struct OptimizerHandle {
     last_save: Mutex<Option<Arc<SaveProgress>>>,
     /// What went wrong in saves, as warnings.
     save_warnings: Arc<Mutex<Vec<String>>>,
-    /// Those that update.
-    threads: Threads,
+    pub urgency: Arc<Urgency>,
     id: ThreadId,
 }
 
@@ -339,6 +350,7 @@ struct OptimizerThread {
     last_failure: Mutex<String>,
     /// How many threads updates at lag 1 take, and when the last of them began.
     pace: Mutex<(Pace, Option<Instant>)>,
+    urgency: Arc<Urgency>,
 }
 
 impl OptimizerHandle {
@@ -356,6 +368,7 @@ impl OptimizerHandle {
         let save_warnings = Arc::<Mutex<Vec<String>>>::default();
         let (requests, to_do) = channel();
         let abort = model.store.abort();
+        let urgency = Urgency::new(model.store.threads().clone());
         let thread_body = OptimizerThread {
             model: model.clone(),
             call_list: call_list.clone(),
@@ -368,6 +381,7 @@ impl OptimizerHandle {
             save_warnings: save_warnings.clone(),
             last_failure: Mutex::default(),
             pace: Mutex::new((Pace::new(model.store.threads().count()), None)),
+            urgency: urgency.clone(),
         };
         let name = format!("{} optimizer", model.name);
         let thread = std::thread::Builder::new()
@@ -387,14 +401,9 @@ impl OptimizerHandle {
             scaler,
             last_save: Mutex::default(),
             save_warnings,
-            threads: model.store.threads().clone(),
+            urgency,
             id,
         })
-    }
-
-    /// Lets the update under way use all threads: someone waits for it.
-    pub fn hurry(&self) {
-        self.threads.set_most(self.threads.count());
     }
 
     /// What updates of layers took since the last call of this.
@@ -757,16 +766,14 @@ impl OptimizerThread {
 
     /// As [`OptimizerThread::apply_layers`], with as few threads as take long enough ([`Pace`]).
     fn apply_paced(&self, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
-        let threads = self.model.store.threads();
         let mut pace = lock(&self.pace);
         let (pace, last) = &mut *pace;
         let start = Instant::now();
         let before = last.replace(start);
-        threads.set_most(pace.threads());
+        let update = self.urgency.begin(pace.threads());
         let applied = self.apply_layers(false, apply, never);
-        threads.set_most(threads.count());
         // The first update fills memory that the system has only promised.
-        if apply.step > 1 {
+        if apply.step > 1 && !update.was_hurried() {
             let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
             let step_ms = before.map(|before| ms(start - before));
             pace.record(step_ms, ms(start.elapsed()));

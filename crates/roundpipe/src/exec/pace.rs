@@ -3,13 +3,18 @@
 //! Beside the next step an update has time, and its threads take memory bandwidth from copies to the
 //! devices: with all cores, uploads of weights ran at half their rate. So an update takes about as
 //! many threads as let it end within [`SHARE`] of a step, before the next backward wants to write
-//! gradients that it has not read.
+//! gradients that it has not read. Where a caller waits for it, it takes all of them ([`Urgency`]).
 //!
 //! # Invariants
 //! - No bit of a result depends on the number of threads.
 //! - An update that took longer than its share gets more threads, up to all of them.
 
 use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use roundpipe_tensor::cpu::threads::Threads;
+
+use crate::sync::lock;
 
 /// The part of a step that an update may take. Forwards take a fifth to two fifths of it.
 const SHARE: f64 = 0.3;
@@ -58,9 +63,106 @@ impl Pace {
     }
 }
 
+/// Whether someone waits for updates, and the threads that make them.
+#[derive(Debug)]
+pub(crate) struct Urgency {
+    threads: Threads,
+    state: Mutex<UrgencyState>,
+}
+
+#[derive(Debug, Default)]
+struct UrgencyState {
+    /// Those who wait now.
+    waiters: usize,
+    /// Whether someone has waited since the update under way began.
+    hurried: bool,
+}
+
+impl Urgency {
+    pub fn new(threads: Threads) -> Arc<Self> {
+        Arc::new(Self {
+            threads,
+            state: Mutex::default(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, UrgencyState> {
+        lock(&self.state)
+    }
+
+    /// Lets the update under way and those that begin use all threads, as long as the result lives.
+    pub fn hurry(self: &Arc<Self>) -> Hurried {
+        let mut state = self.lock();
+        state.waiters += 1;
+        state.hurried = true;
+        self.threads.set_most(self.threads.count());
+        Hurried(self.clone())
+    }
+
+    /// An update begins, with so many threads unless someone waits for it.
+    pub fn begin(&self, threads: usize) -> PacedUpdate<'_> {
+        let mut state = self.lock();
+        state.hurried = state.waiters > 0;
+        if !state.hurried {
+            // Under the lock, so that it comes before what a waiter sets.
+            self.threads.set_most(threads);
+        }
+        PacedUpdate(self)
+    }
+}
+
+/// Someone waits for updates.
+pub(crate) struct Hurried(Arc<Urgency>);
+
+impl Drop for Hurried {
+    fn drop(&mut self) {
+        self.0.lock().waiters -= 1;
+    }
+}
+
+/// An update under way; all threads are free for other work behind it, however it ends.
+pub(crate) struct PacedUpdate<'a>(&'a Urgency);
+
+impl PacedUpdate<'_> {
+    /// Whether someone waited for it, so that its time says nothing about its threads.
+    pub fn was_hurried(&self) -> bool {
+        self.0.lock().hurried
+    }
+}
+
+impl Drop for PacedUpdate<'_> {
+    fn drop(&mut self) {
+        let threads = &self.0.threads;
+        threads.set_most(threads.count());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Who comes before an update that has not begun hurries it as well as who comes later.
+    #[test]
+    fn who_waits_gets_all_threads() {
+        let threads = Threads::new(Some(4)).unwrap();
+        let urgency = Urgency::new(threads.clone());
+        let calm = urgency.begin(1);
+        assert_eq!(threads.most(), 1);
+        let waits = urgency.hurry();
+        assert_eq!(threads.most(), 4);
+        assert!(calm.was_hurried());
+        drop(calm);
+        let hurried = urgency.begin(1);
+        assert_eq!(threads.most(), 4, "it waits still");
+        drop(waits);
+        assert!(hurried.was_hurried());
+        drop(hurried);
+        let calm = urgency.begin(1);
+        assert_eq!(threads.most(), 1);
+        assert!(!calm.was_hurried());
+        drop(calm);
+        assert_eq!(threads.most(), 4);
+    }
 
     /// An update on so many threads, each of which moves `rate`, where memory moves `most` at best.
     fn update_ms(work: f64, threads: usize, rate: f64, most: f64) -> f64 {
