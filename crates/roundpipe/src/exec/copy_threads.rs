@@ -78,6 +78,9 @@ pub(crate) struct FilledWeights {
     pub slot: FilledSlot,
     /// The frozen ones, where they have memory of their own.
     pub frozen: Option<FilledSlot>,
+    /// [`Store::writes_at`](crate::Store) before host memory was read: who writes there later
+    /// changes it.
+    pub writes: u64,
 }
 
 /// The gradients of a job to take away.
@@ -313,6 +316,7 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
         FrozenTarget::OwnSlot(at, slot) => (at, Some(slot)),
         FrozenTarget::Held(at) => (at, None),
     };
+    let writes = spec.model.store.writes_at(layer, spec.version)?;
     let mut segments = Vec::new();
     let mut frozen_segments = Vec::new();
     for segment in spec.model.store.segments(layer, spec.version)? {
@@ -333,7 +337,12 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
     let frozen = frozen_slot.map(|slot| slot.fill(name, frozen_segments, CHUNK, port.log()));
     let (frozen, frozen_flight) = frozen.transpose()?.unzip();
     // Kernels may be queued behind the copy now; only the tickets wait for its end.
-    call.put_weights(stage, layer, FilledWeights { slot, frozen });
+    let filled = FilledWeights {
+        slot,
+        frozen,
+        writes,
+    };
+    call.put_weights(stage, layer, filled);
     flight.land()?;
     if let Some(flight) = frozen_flight {
         flight.land()?;

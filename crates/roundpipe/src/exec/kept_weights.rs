@@ -27,14 +27,13 @@ use super::call::Call;
 use super::launcher::Launcher;
 use super::queue::StageJob;
 use super::task::Task;
-use crate::error::Result;
 use crate::plan::Pass;
 
 /// The weights of a layer that wait for their backward.
 pub(super) struct KeptWeights {
     pub call: Weak<Call>,
     layer: usize,
-    /// [`Store::writes_at`](crate::Store) when its forward had them.
+    /// [`Store::writes_at`](crate::Store) when they were uploaded.
     writes: u64,
     tensors: Vec<Tensor>,
 }
@@ -52,18 +51,18 @@ impl Launcher {
         task: &Task<'_>,
         layer: usize,
         tensors: &[Tensor],
-    ) -> Result<()> {
-        let spec = task.spec();
-        if task.stage().pass != Pass::Forward || !spec.keep.weights.contains(&layer) {
-            return Ok(());
+        writes: u64,
+    ) {
+        let chosen = &task.spec().keep.weights;
+        if task.stage().pass != Pass::Forward || !chosen.contains(&layer) {
+            return;
         }
         self.kept_weights.push(KeptWeights {
             call: Arc::downgrade(task.call),
             layer,
-            writes: spec.model.store.writes_at(layer, spec.version)?,
+            writes,
             tensors: tensors.to_vec(),
         });
-        Ok(())
     }
 
     /// The weights of a layer that goes backward, if they are here and as the host has them.
@@ -95,12 +94,16 @@ impl Launcher {
         }
     }
 
-    /// Frees the weights that are needed last: those of the first layer.
-    pub(super) fn drop_first_kept_weights(&mut self) -> bool {
+    /// Frees the weights of one layer: those that keep working memory from growing, if there are
+    /// such, else those that are needed last.
+    pub(super) fn drop_kept_weights(&mut self) -> bool {
         if self.kept_weights.is_empty() {
             return false;
         }
-        self.kept_weights.remove(0);
+        let lies_in_the_way = |kept: &KeptWeights| kept.tensors.iter().any(Tensor::is_at_frontier);
+        let place = self.kept_weights.iter().position(lies_in_the_way);
+        // A call's first layer goes backward last.
+        self.kept_weights.remove(place.unwrap_or(0));
         true
     }
 }

@@ -404,7 +404,7 @@ impl Launcher {
         if self.try_weights(job)? {
             return Ok(());
         }
-        while self.drop_last_early() || self.drop_first_kept_weights() {
+        while self.drop_last_early() || self.drop_kept_weights() {
             if self.try_weights(job)? {
                 return Ok(());
             }
@@ -457,7 +457,7 @@ impl Launcher {
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
-        while self.drop_last_early() || self.drop_first_kept_weights() {
+        while self.drop_last_early() || self.drop_kept_weights() {
             if self.worker.pool().claim_working(bytes) {
                 return Ok(());
             }

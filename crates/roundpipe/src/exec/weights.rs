@@ -68,7 +68,7 @@ pub(super) struct ResidentWeights {
     model: Weak<Model>,
     layer: usize,
     version: u64,
-    /// [`Store::writes`](crate::Store) when they were uploaded.
+    /// [`Store::writes_at`](crate::Store) when they were uploaded.
     writes: u64,
     tensors: Vec<Tensor>,
 }
@@ -80,7 +80,7 @@ impl ResidentWeights {
             && std::ptr::addr_eq(self.model.as_ptr(), Arc::as_ptr(&spec.model))
             && self.layer == layer
             && self.version == spec.version
-            && self.writes == spec.model.store.writes(layer)
+            && spec.model.store.writes_at(layer, spec.version).ok() == Some(self.writes)
     }
 
     /// Whether a call at `version` of `model` may still use them, or a call of another engine.
@@ -266,9 +266,11 @@ impl Launcher {
             WeightSource::Host => self.alias_weights(job, task, layer),
             WeightSource::Resident(tensors) => Ok(tensors.clone()),
             WeightSource::Upload(frozen) => {
-                let tensors = self.uploaded_weights(task, layer, frozen)?;
-                self.keep_resident(task.call, layer, &tensors);
-                self.keep_weights(task, layer, &tensors)?;
+                let (tensors, writes) = self.uploaded_weights(task, layer, frozen)?;
+                if is_as_uploaded(task.call, layer, frozen) {
+                    self.keep_resident(task.call, layer, &tensors, writes);
+                    self.keep_weights(task, layer, &tensors, writes);
+                }
                 if let FrozenSource::Stays(part) = frozen {
                     self.hold(task.call, layer, part, &tensors);
                 }
@@ -305,20 +307,23 @@ impl Launcher {
         Ok(())
     }
 
-    /// Weights in their slots, once their upload is queued; kernels wait for the copy.
+    /// Weights in their slots, once their upload is queued, and the writes that it saw; kernels wait
+    /// for the copy.
     fn uploaded_weights(
         &self,
         task: &Task<'_>,
         layer: usize,
         source: &FrozenSource,
-    ) -> Result<Vec<Tensor>> {
+    ) -> Result<(Vec<Tensor>, u64)> {
         let mut uploaded = task.call.wait_weights(&self.who, task.stage, layer)?;
         if let (FrozenSource::Early(_, early), None) = (source, &uploaded.frozen) {
             uploaded.frozen = Some(early.wait()?);
         }
         let params = task.spec().model.store.layer(layer).params();
+        let writes = uploaded.writes;
         let tensors = weights_in(params, uploaded, source);
-        tensors.map_err(|error| task.error(Some(layer), error))
+        let tensors = tensors.map_err(|error| task.error(Some(layer), error))?;
+        Ok((tensors, writes))
     }
 
     /// Keeps a layer's frozen weights for the steps that follow.
@@ -338,7 +343,7 @@ impl Launcher {
     }
 
     /// Keeps weights for the calls that follow, if the engine asks for it and they cannot change.
-    fn keep_resident(&mut self, call: &Call, layer: usize, tensors: &[Tensor]) {
+    fn keep_resident(&mut self, call: &Call, layer: usize, tensors: &[Tensor], writes: u64) {
         let spec = &call.spec;
         let model = &spec.model;
         // A layer that sets buffers has new ones without a new version.
@@ -349,7 +354,7 @@ impl Launcher {
             model: Arc::downgrade(model),
             layer,
             version: spec.version,
-            writes: model.store.writes(layer),
+            writes,
             tensors: tensors.to_vec(),
         });
     }
@@ -399,6 +404,17 @@ pub(super) fn frozen_part(call: &Call, layer: usize) -> Option<FrozenPart> {
     model.store.frozen_part(layer)
 }
 
+/// Whether weights that came in two parts are those of one moment: frozen ones may have been written
+/// after they came, and before the others did.
+fn is_as_uploaded(call: &Call, layer: usize, source: &FrozenSource) -> bool {
+    match source {
+        FrozenSource::SameSlot | FrozenSource::Stays(_) => true,
+        FrozenSource::Held(part, _) | FrozenSource::Early(part, _) => {
+            frozen_part(call, layer).is_some_and(|now| now.writes == part.writes)
+        }
+    }
+}
+
 /// A layer's tensors, in the order of its parameters, from where they lie.
 fn weights_in(
     params: &[StoredParam],
@@ -413,7 +429,7 @@ fn weights_in(
         };
         params.map(place).collect::<Vec<(u64, DType, Shape)>>()
     };
-    let FilledWeights { slot, frozen } = uploaded;
+    let FilledWeights { slot, frozen, .. } = uploaded;
     let frozen: Vec<Tensor> = match (source, frozen) {
         (FrozenSource::Held(_, tensors), _) => tensors.iter().flatten().cloned().collect(),
         (FrozenSource::Stays(part) | FrozenSource::Early(part, _), Some(apart)) => {

@@ -126,16 +126,6 @@ impl Store {
         noticed > 0
     }
 
-    /// A number that changes whenever the weights of a layer may have changed without a new
-    /// version: when the user wrote them, or another store moved them.
-    pub(crate) fn writes(&self, layer: usize) -> u64 {
-        let here = &self.layers[layer];
-        let homes = here.params.iter().map(|param| param.param.data());
-        homes.fold(0, |sum, home| {
-            sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id())
-        })
-    }
-
     /// A number that changes whenever the weights of a layer at one version are written: by the
     /// user, as long as the caller holds a ticket for it.
     ///

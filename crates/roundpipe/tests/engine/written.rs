@@ -2,14 +2,15 @@
 //! what was refused.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use roundpipe::nn::{Init, Linear};
+use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, Forward, HostTensor, Lag, MergeOutput, Module, Param,
-    ParamVisitor, Params, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree,
-    Update,
+    Bytes, Cx, DType, Device, Error, ExecutePlan, Forward, HostTensor, Lag, MergeOutput, Module,
+    Param, ParamVisitor, Params, PlanKind, RoundPipe, Rule, RunConfig, Sequential, Tensor,
+    TensorResult, Tree, Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -469,6 +470,44 @@ fn an_engine_for_inference_follows_the_one_that_trains() {
                 assert!(refused.unwrap_err().to_string().contains("inference(true)"));
             }
         }
+    }
+}
+
+/// Where weights stay from call to call, values written behind their copy to a worker and before the
+/// job that reads them are what the next call reads.
+#[test]
+fn weights_written_behind_their_copy_do_not_stay() {
+    for workers in [1, 2] {
+        let model = model(DType::F32);
+        let opened = Arc::new(AtomicBool::new(false));
+        let gate = opened.clone();
+        let gated = Sequential::new()
+            .with(Func(move |_: &mut Cx, x: &Tensor| {
+                while !gate.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                Ok(x.clone())
+            }))
+            .with(model.clone());
+        let devices = SimWorld::seeded(5).unwrap().workers(workers);
+        let devices = devices.into_iter().map(|worker| worker as Arc<dyn Device>);
+        let resident = builder(&gated, devices.collect()).inference(true);
+        let engine = resident.resident(true).build().unwrap();
+        engine.set_training(false);
+        let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[1, 1], &[]);
+        let config = RunConfig::default().requires_grad(false);
+        let config = config.execute_plan(plan);
+        let says = || bits_of(&engine.forward(batch(DType::F32).0, &config).unwrap());
+        std::thread::scope(|scope| {
+            let first = scope.spawn(says);
+            // Long enough for the copy of the second stage's weights; with less the test still
+            // passes.
+            std::thread::sleep(Duration::from_millis(50));
+            write(&model.named_params()[2].1, 0.75);
+            opened.store(true, Ordering::SeqCst);
+            first.join().unwrap();
+        });
+        assert_eq!(says(), saved(&model, DType::F32), "{workers} workers");
     }
 }
 
