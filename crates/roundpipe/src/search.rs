@@ -526,7 +526,9 @@ impl<'a> PlanSearch<'a> {
                 let kept = usize::from(fused && backward);
                 // A stage that has been joined is tried with the next one, too.
                 let mut stage = kept + 1;
-                while stage < stages_of(&best.plans[model], backward).len() {
+                while stage < stages_of(&best.plans[model], backward).len()
+                    && best.stages > self.wanted()
+                {
                     let tasks = self.tasks(best.stages, QUICK);
                     if budget < tasks {
                         return best;
