@@ -304,9 +304,91 @@ fn schedules_are_compared_for_cards() {
     }
 }
 
+/// Cards of 8, 12 and 16 GiB: what is planned runs within the card, with the same words and its peak
+/// counted kernel by kernel.
+#[test]
+fn small_cards_run_what_is_planned() {
+    let cards = [
+        ("rtx4060", "8188MiB"),
+        ("rtx3060", "12288MiB"),
+        ("rtx5080", "16303MiB"),
+    ];
+    let runs = [
+        ("qwen3-0.6b", "full", "", 4, 2),
+        ("qwen3-4b", "lora", "", 4, 4),
+        ("qwen3-8b", "lora", "nf4", 2, 2),
+    ];
+    for (card, memory) in cards {
+        for (model, mode, quantize, batch, microbatches) in runs {
+            let counts = [
+                format!("batch={batch}"),
+                format!("microbatches={microbatches}"),
+            ];
+            let quantize_setting = format!("quantize={quantize}");
+            let mut plan = vec!["plan", model, "--gpus", card, "--host-memory", "64GiB"];
+            plan.extend(["seq=2048", &counts[0], &counts[1], "lag=1", "--json"]);
+            plan.extend((mode == "lora").then_some("--lora"));
+            plan.extend((!quantize.is_empty()).then_some(quantize_setting.as_str()));
+            let (status, answer) = json(&plan);
+            assert_eq!(status, Some(0), "{plan:?}: {answer}");
+            let found = &answer["prediction"];
+            assert_eq!(found["microbatches"], microbatches, "{plan:?}");
+            let batch = batch.to_string();
+            let microbatches = microbatches.to_string();
+            let mut bench = vec!["bench", model, "--dry-run", "--gpu-memory", memory];
+            bench.extend(["--host-memory", "64GiB", "--seq", "2048", "--lag", "1"]);
+            bench.extend(["--mode", mode, "--batch", &batch]);
+            bench.extend(["--microbatches", &microbatches, "--steps", "4"]);
+            if !quantize.is_empty() {
+                bench.extend(["--quantize", quantize]);
+            }
+            let output = roundpipe(&bench);
+            assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+            let counted = text(&output.stdout);
+            let counted: Value = serde_json::from_str(counted.lines().last().unwrap()).unwrap();
+            let gib = f64::from(1 << 30);
+            let limit = found["gpu"]["limit_bytes"].as_f64().unwrap() / gib;
+            let context = found["gpu_context_bytes"].as_f64().unwrap() / gib;
+            let peak = counted["gpu_peak_gib"].as_f64().unwrap();
+            assert!(peak <= limit + context, "{bench:?}: {peak} of {limit}");
+        }
+    }
+}
+
+/// What no division makes fit a card of 8 GiB is refused before anything runs, in one line that says
+/// what would help.
+#[test]
+fn small_cards_refuse_what_cannot_fit() {
+    let bench = [
+        "bench",
+        "qwen3-8b",
+        "--dry-run",
+        "--gpu-memory",
+        "8GiB",
+        "--batch",
+        "8",
+        "--seq",
+        "8192",
+        "--microbatches",
+        "1",
+    ];
+    let output = roundpipe(&bench);
+    assert_eq!(output.status.code(), Some(1));
+    let error = text(&output.stderr);
+    let line = error.lines().last().unwrap();
+    assert!(
+        line.starts_with("error: memory: layer ") && line.contains("use more microbatches"),
+        "{error}"
+    );
+    let plan = ["plan", "qwen3-8b", "--gpus", "rtx4060"];
+    let (status, answer) = json(&[&plan[..], &["batch=1", "seq=65536", "--json"]].concat());
+    assert_eq!(status, Some(3), "{answer}");
+    assert_eq!(answer["fits"], false);
+}
+
 /// What a run on one H200 held to 24 GiB was, and what it took
 /// (benches/results/2026-11-15-h200-limits.md, -models.md and 2026-11-16-h200-engine-room.md for those
-/// that keep nothing for recomputes, 2026-11-18-h200-exact.md for the others).
+/// that keep nothing for recomputes, 2026-11-18-h200-link.md, -exact.md and -goals.md for the others).
 struct Measured {
     settings: &'static str,
     tokens_per_s: f64,
@@ -333,17 +415,24 @@ const fn measured(
 const MASTERS: f64 = 1.875 * 1_720_574_976.0 / (1024.0 * 1024.0 * 1024.0);
 
 #[rustfmt::skip]
-const MEASURED: [Measured; 7] = [
-    measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=1", 39_187.0, 20.23, 27.13),
-    measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=0", 37_970.0, 20.30, 24.14),
-    measured("qwen3-30b-a3b --lora lora_rank=32 quantize=nf4 batch=8 seq=2048 microbatches=1 lag=1", 17_248.0, 21.87, 36.86),
+const MEASURED: [Measured; 13] = [
+    measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=1", 39_420.0, 20.43, 27.11),
+    measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=1 --host-memory 56GiB", 40_290.0, 20.35, 43.46),
+    measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=0", 38_103.0, 20.36, 23.99),
+    measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=1 --fp8", 46_013.0, 20.63, 27.10),
+    measured("qwen3-1.7b batch=2 seq=65536 microbatches=2 lag=1 grain=layer --host-memory 60GiB", 13_770.0, 19.67, 56.60),
+    measured("qwen3-4b batch=16 seq=4096 microbatches=4 lag=1 --host-memory 64GiB", 15_896.0, 0.0, 63.16),
+    measured("qwen3-8b batch=16 seq=4096 microbatches=4 lag=1 moments=bf16 --host-memory 110GiB", 9_659.0, 0.0, 107.27),
+    measured("qwen3-30b-a3b --lora lora_rank=32 quantize=nf4 batch=8 seq=2048 microbatches=1 lag=1", 17_669.0, 21.87, 36.82),
+    measured("qwen3-30b-a3b --lora lora_rank=32 quantize=int8 batch=8 seq=2048 microbatches=2 lag=1", 12_846.0, 21.79, 49.54),
     measured("qwen3-1.7b batch=32 seq=4096 microbatches=8 lag=1 grain=layer recompute_all=true", 33_521.0, 0.0, 41.07 - MASTERS),
     measured("qwen3-8b --lora lora_rank=32 batch=16 seq=4096 microbatches=4 lag=1 recompute_all=true", 10_104.0, 0.0, 23.64),
     measured("qwen3-30b-a3b --lora lora_rank=32 batch=8 seq=2048 microbatches=2 lag=1 recompute_all=true", 6_626.0, 0.0, 78.97),
     measured("qwen3-32b --lora lora_rank=32 batch=16 seq=2048 microbatches=4 lag=1 recompute_all=true", 2_659.0, 0.0, 70.0),
 ];
 
-/// Speed within 15%, the host's memory within 6% and the card's within 8% of what was measured.
+/// Speed within 15% of what was measured, the host's memory within 4% and the card's within 4%: 3% but
+/// for weights in int8, whose plan depends most on rates, and programs before the last changes.
 #[test]
 fn predictions_are_near_what_was_measured() {
     let mut wrong = Vec::new();
@@ -361,8 +450,8 @@ fn predictions_are_near_what_was_measured() {
                 case.tokens_per_s,
                 0.15,
             ),
-            ("host", gib("host"), case.host_gib, 0.06),
-            ("gpu", gib("gpu"), case.gpu_gib, 0.08),
+            ("host", gib("host"), case.host_gib, 0.04),
+            ("gpu", gib("gpu"), case.gpu_gib, 0.04),
         ];
         for (name, ours, theirs, tolerance) in figures {
             let off = ours / theirs - 1.0;
