@@ -49,7 +49,9 @@ pub use moments::{
 pub use muon::{AdjustLr, Muon, MuonSlabs};
 pub use sgd::{Sgd, SgdSlabs};
 pub use split::{Remainders, RemaindersMut, follow_split, join, remainder_bytes, split};
-pub use split_adam::{RandomMoment, SplitAdamMoments, SplitAdamSlabs};
+pub use split_adam::{
+    RandomMoment, SplitAdamMoments, SplitAdamSlabs, SplitMomentSlabs, WeightsStep,
+};
 
 use simd::GradFactors;
 

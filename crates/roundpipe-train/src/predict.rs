@@ -32,9 +32,9 @@ use serde::Serialize;
 use crate::batches;
 use crate::error::{Error, Result};
 use crate::host_limit;
-use crate::model::{host_budget, in_files};
+use crate::model::{host_budget, in_files, rule};
 use crate::resolve::Place;
-use crate::settings::{GrainName, Method, Settings};
+use crate::settings::{GrainName, Method, MomentsName, Settings};
 use crate::start;
 
 pub use fit::{Way, ways_to_fit};
@@ -48,6 +48,8 @@ const DRY_STEPS: usize = 3;
 const MOST_MICROBATCHES: usize = 1024;
 /// Tokens of a step: more than anyone trains at once, and little memory.
 const MOST_TOKENS: usize = 1 << 25;
+/// The part of a step that an update in two passes may take, as the engine has it.
+const TWO_PASSES_SHARE: f64 = 0.7;
 /// Of what the host has left, what a save may take for copies: `SpareMemory`.
 const SPARE_PART: u64 = 4;
 
@@ -255,7 +257,6 @@ fn predict_by(
     }
     let model = subject.model(&settings)?;
     let batch = Arc::new(batch(&settings, data.context, &model)?);
-    let host = Host::of(&model, &settings, subject.has_files());
     let mut asked = Asked {
         subject,
         settings: &settings,
@@ -271,21 +272,30 @@ fn predict_by(
     }
     // What the first steps take, by the plan that an engine makes before it has measured anything.
     let first = asked.dry_run(machine.unmeasured(), |_| Ok(()))?;
-    let rates = machine.rates(host.update_bytes / host.trained.max(1) as f64);
     let context = (!batch.lens.is_empty()).then_some(data.context as u64);
-    let later = asked.dry_run(machine.devices(context), |engine| {
-        Ok(engine.assume_rates(&rates)?)
-    })?;
-    let prediction = Maker {
-        asked: &asked,
-        model: &model,
-        machine,
-        host: &host,
-        data: &data,
-        first: &first,
-        later: &later,
+    let mut predict_with = |host: &Host| {
+        let later = asked.dry_run(machine.devices(context), |engine| {
+            Ok(engine.assume_rates(&machine.rates(host.awaited_per_param()))?)
+        })?;
+        let prediction = Maker {
+            asked: &asked,
+            model: &model,
+            machine,
+            host,
+            data: &data,
+            first: &first,
+            later: &later,
+        };
+        prediction.make(subject)
     };
-    prediction.make(subject)
+    let host = Host::of(&model, &settings, subject.has_files());
+    if let Some(apart) = host.weights_first(&settings, machine.is_host) {
+        let prediction = predict_with(&apart)?;
+        if apart.update_bytes / machine.update_rate <= TWO_PASSES_SHARE * prediction.speed.step_s {
+            return Ok(prediction);
+        }
+    }
+    predict_with(&host)
 }
 
 /// Whether weights and optimizer alone are more than the host has, or checkpoints of them more than
@@ -370,6 +380,8 @@ struct Host {
     trained: u64,
     /// Bytes that an update moves.
     update_bytes: f64,
+    /// Of these, the bytes that a forward at lag 0 waits for.
+    awaited_bytes: f64,
 }
 
 impl Host {
@@ -386,11 +398,35 @@ impl Host {
         let copied = params.iter().filter(|(_, p)| has_copy(p.dtype()));
         let read = weights - copied.map(|(_, p)| p.bytes()).sum::<usize>();
         let state = budget.gradients + 2 * budget.masters + 2 * budget.moments;
+        let update_bytes = (state + (weights + read) as u64) as f64;
         Self {
-            update_bytes: (state + (weights + read) as u64) as f64,
+            update_bytes,
+            awaited_bytes: update_bytes,
             trained: trained as u64,
             budget,
         }
+    }
+
+    /// The same with weights first and moments later, where updates can be so.
+    fn weights_first(&self, settings: &Settings, is_host: bool) -> Option<Self> {
+        let is_possible = start::lag(settings) == Lag::Zero
+            && !is_host
+            && self.budget.masters > 0
+            && settings.moments != MomentsName::Bits8
+            && rule(settings).leaves_moments();
+        let HostBudget {
+            gradients, moments, ..
+        } = self.budget;
+        is_possible.then(|| Self {
+            update_bytes: self.update_bytes + (gradients + moments) as f64,
+            awaited_bytes: self.update_bytes - moments as f64,
+            trained: self.trained,
+            budget: self.budget,
+        })
+    }
+
+    fn awaited_per_param(&self) -> f64 {
+        self.awaited_bytes / self.trained.max(1) as f64
     }
 }
 
@@ -640,17 +676,20 @@ impl Maker<'_> {
             .max((moved.up + moved.down) / machine.both)
             / workers;
         let host_bytes = moved.up + moved.down + self.host.update_bytes;
+        // The timeline has what is awaited.
+        let update = self.host.update_bytes / self.host.awaited_bytes.max(1.0);
+        let update_ms = update * costs.update_ms(all);
         let busy_ms = if machine.is_host {
             vec![
                 (Resource::Compute, compute_ms * workers),
-                (Resource::Optimizer, costs.update_ms(all)),
+                (Resource::Optimizer, update_ms),
             ]
         } else {
             vec![
                 (Resource::Compute, compute_ms),
                 (Resource::Pcie, 1e3 * pcie_s),
                 (Resource::HostMemory, 1e3 * host_bytes / machine.host_rate),
-                (Resource::Optimizer, costs.update_ms(all)),
+                (Resource::Optimizer, update_ms),
             ]
         };
         let (most, most_ms) = busy_ms

@@ -1,6 +1,7 @@
 //! What an update of AdamW takes by what masters and moments are kept in, beside the plain pass over
 //! f32 copies of the weights and f32 moments: parameters per second, the best of alternating rounds,
-//! and the ratio of times to the plain pass: the median over rounds of the ratio within each.
+//! and the ratio of times to the plain pass: the median over rounds of the ratio within each. Where
+//! weights come first, both passes by themselves.
 //!
 //! Goal: masters as weights and remainders take no longer than f32 copies. `cargo bench -p roundpipe
 //! --bench update -- ROUNDS THREADS`.
@@ -112,19 +113,38 @@ impl Kept {
         Ok(Self { store, steps: 0 })
     }
 
-    fn step(&mut self) -> Result<(), Failure> {
+    fn next(&mut self) -> Apply {
         self.steps += 1;
         self.store.layer(0).set_filled(0, true);
-        let apply = Apply {
+        Apply {
             step: self.steps,
             lr: 1e-4,
             factor: 1.0,
             clip_value: None,
             groups: self.store.groups(),
             next_version: self.steps,
-        };
-        self.store.apply(0, &apply, &self.store.abort())?;
-        Ok(())
+        }
+    }
+
+    /// The seconds of an update.
+    fn step(&mut self, threads: usize) -> Result<f64, Failure> {
+        let apply = self.next();
+        timed(threads, || {
+            self.store.apply(0, &apply, &self.store.abort())?;
+            Ok(())
+        })
+    }
+
+    /// The seconds of an update that writes weights first: of those, and of the moments behind them.
+    fn step_apart(&mut self, threads: usize) -> Result<[f64; 2], Failure> {
+        let apply = self.next();
+        let mut late = None;
+        let weights = timed(threads, || {
+            late = self.store.apply_weights(0, &apply, &self.store.abort())?.1;
+            Ok(())
+        })?;
+        let late = late.ok_or("the moments were written as well")?;
+        Ok([weights, timed(threads, || Ok(late.write()?))?])
     }
 }
 
@@ -162,16 +182,31 @@ fn main() -> Result<(), Failure> {
         ("bf16 moments, lag 0", Lag::Zero, MomentType::Bf16),
         ("8-bit moments, lag 0", Lag::Zero, MomentType::Bits8),
     ];
+    let apart = [
+        ("weights first", "moments later", MomentType::F32),
+        (
+            "weights first, bf16 moments",
+            "bf16 moments later",
+            MomentType::Bf16,
+        ),
+    ];
     let mut plain = Plain::new(threads)?;
     let mut kept = Vec::new();
     for (_, lag, moments) in ways {
         kept.push(Kept::new(threads, lag, moments)?);
     }
-    let mut times: Vec<Vec<f64>> = vec![Vec::new(); 1 + ways.len()];
+    let mut kept_apart = Vec::new();
+    for (_, _, moments) in apart {
+        kept_apart.push(Kept::new(threads, Lag::Zero, moments)?);
+    }
+    let mut times: Vec<Vec<f64>> = vec![Vec::new(); 1 + ways.len() + 2 * apart.len()];
     for round in 0..=rounds {
         let mut here = vec![timed(threads, || plain.step())?];
         for way in &mut kept {
-            here.push(timed(threads, || way.step())?);
+            here.push(way.step(threads)?);
+        }
+        for way in &mut kept_apart {
+            here.extend(way.step_apart(threads)?);
         }
         // The first warms up.
         if round > 0 {
@@ -186,13 +221,14 @@ fn main() -> Result<(), Failure> {
         "{COUNT} parameters, {threads} threads, {rounds} rounds"
     )?;
     let names = std::iter::once("f32 copies").chain(ways.map(|way| way.0));
+    let names = names.chain(apart.iter().flat_map(|way| [way.0, way.1]));
     for (name, all) in names.zip(&times) {
         let mut ratios: Vec<f64> = all.iter().zip(&times[0]).map(|(a, b)| a / b).collect();
         ratios.sort_by(f64::total_cmp);
         let best = all.iter().copied().fold(f64::INFINITY, f64::min);
         let rate = COUNT as f64 / best / 1e6;
         let ratio = ratios[ratios.len() / 2];
-        writeln!(out, "{name:<22} {rate:8.0} M/s  {ratio:5.2} of the time")?;
+        writeln!(out, "{name:<28} {rate:8.0} M/s  {ratio:5.2} of the time")?;
     }
     Ok(())
 }

@@ -42,6 +42,7 @@ pub(crate) mod repeats;
 pub mod ring;
 pub(crate) mod run_layer;
 pub(crate) mod stage_value;
+mod step_update;
 mod task;
 mod weights;
 mod worker_values;

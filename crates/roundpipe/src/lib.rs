@@ -125,6 +125,8 @@ pub mod testing {
     pub use crate::groups::ResolvedGroups;
     pub use crate::optim::Decision;
     pub use crate::store::{Segment, Store, StoreConfig};
-    pub use crate::update::{Apply, FunctionVersions};
-    pub use crate::version::{Abort, Aborted, Gate, Hold, ReadTicket, Versions};
+    pub use crate::update::{Apply, FunctionVersions, LateMoments};
+    pub use crate::version::{
+        Abort, Aborted, Gate, Hold, MomentsTicket, ReadTicket, Versions, WriteTicket,
+    };
 }

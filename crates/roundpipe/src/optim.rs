@@ -256,6 +256,16 @@ impl Rule {
         !matches!(self, Self::Adafactor(_) | Self::Muon { .. })
     }
 
+    /// Whether an update of bf16 weights with f32 masters can write the weights first and the moments
+    /// later: they must not depend on the weights before the step.
+    pub fn leaves_moments(&self) -> bool {
+        match self {
+            Self::Adam(rule) => !rule.amsgrad && rule.weight_decay == 0.0,
+            Self::AdamW(rule) => !rule.amsgrad,
+            _ => false,
+        }
+    }
+
     /// Refuses settings that no step would accept.
     ///
     /// # Errors

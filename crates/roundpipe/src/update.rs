@@ -9,7 +9,8 @@
 //! Layer by layer as gradients land: [`Store::squares`] (of large ones part by part:
 //! [`Store::begin_squares`]) and [`Store::apply`]. The whole model at
 //! once: [`Store::step`]. Any function of the user: [`Store::apply_fn`]. A table whose rows are not
-//! all needed at once: [`Store::open_table`].
+//! all needed at once: [`Store::open_table`]. Weights first and moments later:
+//! [`Store::apply_weights`].
 //!
 //! # Invariants
 //! - The same gradients give the same bits for any number of threads, any order of layers and one
@@ -20,6 +21,7 @@
 //!   that for its layer alone.
 
 mod function;
+mod late;
 mod open;
 mod pass;
 mod table;
@@ -34,6 +36,7 @@ use roundpipe_tensor::{DType, HostBuf};
 
 use self::function::SplitValue;
 pub use self::function::{FunctionReport, OptimHandle, OptimParam, OptimParams};
+pub use self::late::LateMoments;
 use self::open::{OpenLayer, OpenParam, each_chunk};
 pub(crate) use self::table::OpenTable;
 use crate::error::{Error, Result};
@@ -41,7 +44,7 @@ use crate::groups::ResolvedGroups;
 pub(crate) use crate::optim::{Decision, Update};
 use crate::optim::{Rule, StepReport, floats, floats_mut};
 use crate::store::{Store, StoreLayer, StoredParam};
-use crate::version::Abort;
+use crate::version::{Abort, WriteTicket};
 
 /// One layer's part of a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -590,6 +593,12 @@ impl Store {
 
     /// Moves the parameters to the version just written, takes the gradients as read and publishes.
     fn finish(&self, open: OpenLayer<'_>) -> Result<()> {
+        self.close(open)?.publish();
+        Ok(())
+    }
+
+    /// The same up to the publishing.
+    fn close(&self, open: OpenLayer<'_>) -> Result<WriteTicket> {
         let OpenLayer {
             layer,
             ticket,
@@ -605,14 +614,13 @@ impl Store {
         for (index, param) in here.own_trainable() {
             param.param.rehome(here.working(index, ticket.version())?)?;
             for &(layer, index) in &param.users {
-                // Before the version is published: from then on the next step's gradients may land
-                // (rule 5 of `version.rs`).
+                // Before the version is published: the calls that read it have gradients of their own
+                // (rule 5 of `version.rs` says when those may land).
                 self.layers()[layer].set_filled(index, false);
             }
         }
         drop(remainders);
-        ticket.publish();
-        Ok(())
+        Ok(ticket)
     }
 }
 

@@ -15,10 +15,13 @@
 //! 4. Versions are published one after another. A write ticket that is dropped instead publishes
 //!    nothing: a failed step leaves the protocol as if it had never begun.
 //! 5. The gradient slab of a layer is written for step s (from 1 on) only once version s - 1 is
-//!    published: the update before has read it then ([`Versions::wait_grad_free`]).
+//!    complete: the update before has read it then ([`Versions::wait_grad_free`]). A version is
+//!    complete when it is published, or, where its moments come later
+//!    ([`WriteTicket::publish_weights`]), when the [`MomentsTicket`] is dropped.
 //! 6. A [`Hold`] keeps a layer as it is, masters and moments included: no writer gets its ticket
 //!    while one lives, whatever the number of slabs. The thread that writes takes it between two
-//!    versions, and hands it to a reader of what lies beside the weights (a checkpoint).
+//!    versions, the first of them complete, and hands it to a reader of what lies beside the weights
+//!    (a checkpoint).
 //! 7. Every wait ends when its [`Abort`] is set, at once for waits on the abort's own gate and
 //!    within [`POLL`] for others.
 
@@ -55,6 +58,8 @@ struct GateState {
 struct LayerVersions {
     /// The newest published version.
     version: u64,
+    /// The newest version whose moments are those of its step, too.
+    complete: u64,
     /// The version that a writer writes or waits to write.
     writing: Option<u64>,
     /// Tickets alive: version and how many.
@@ -272,6 +277,11 @@ impl Versions {
                 "layer {}: versions are written one after another",
                 self.layer
             );
+            assert_eq!(
+                layer.complete, layer.version,
+                "layer {}: version {v} is written before the moments of the one before",
+                self.layer
+            );
             assert!(
                 layer.writing.is_none(),
                 "layer {}: version {v} has a writer already",
@@ -304,12 +314,12 @@ impl Versions {
     /// Keeps the layer as it is. Taken by the thread that writes, between two versions.
     ///
     /// # Panics
-    /// While a version is being written.
+    /// While a version or its moments are being written.
     pub fn hold(&self) -> Hold {
         let mut state = self.gate.lock();
         let layer = &mut state.layers[self.layer];
         assert!(
-            layer.writing.is_none(),
+            layer.writing.is_none() && layer.complete == layer.version,
             "layer {}: held while it is written",
             self.layer
         );
@@ -329,7 +339,7 @@ impl Versions {
     /// # Errors
     /// [`Aborted`].
     pub fn wait_grad_free(&self, s: u64, abort: &Abort) -> Result<(), Aborted> {
-        let free = |layer: &LayerVersions| layer.version + 1 >= s;
+        let free = |layer: &LayerVersions| layer.complete + 1 >= s;
         self.gate
             .wait(
                 abort,
@@ -435,8 +445,38 @@ impl WriteTicket {
         let mut state = self.versions.gate.lock();
         let layer = &mut state.layers[self.versions.layer];
         layer.version = version;
+        layer.complete = version;
         layer.writing = None;
         // Dropping the ticket wakes all waiters.
+    }
+
+    /// Makes the version the newest, and lets its readers go, before its moments are written and its
+    /// gradients are read for the last time.
+    pub fn publish_weights(self) -> MomentsTicket {
+        let mut state = self.versions.gate.lock();
+        let layer = &mut state.layers[self.versions.layer];
+        layer.version = self.version;
+        layer.writing = None;
+        MomentsTicket {
+            versions: self.versions.clone(),
+            version: self.version,
+        }
+    }
+}
+
+/// The right to write the moments of the newest version and to read its gradients. Dropping it makes
+/// the version complete.
+#[derive(Debug)]
+pub struct MomentsTicket {
+    versions: Versions,
+    version: u64,
+}
+
+impl Drop for MomentsTicket {
+    fn drop(&mut self) {
+        let mut state = self.versions.gate.lock();
+        state.layers[self.versions.layer].complete = self.version;
+        self.versions.gate.changed.notify_all();
     }
 }
 
@@ -531,6 +571,34 @@ mod tests {
             versions.wait_writable(1, &abort).unwrap().publish();
             download.join().unwrap().unwrap();
         });
+    }
+
+    /// Where moments come later, readers have the version before, and gradients wait for the end.
+    #[test]
+    fn moments_may_come_behind_the_version() {
+        let (versions, abort) = versions(1);
+        let moments = versions.wait_writable(1, &abort).unwrap();
+        let moments = moments.publish_weights();
+        let reader = versions.reserve(1);
+        reader.wait_readable(&abort).unwrap();
+        std::thread::scope(|scope| {
+            let download = scope.spawn(|| versions.wait_grad_free(2, &abort));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!download.is_finished());
+            drop(moments);
+            download.join().unwrap().unwrap();
+        });
+        drop(reader);
+        drop(versions.hold());
+        versions.wait_writable(2, &abort).unwrap().publish();
+    }
+
+    #[test]
+    #[should_panic(expected = "version 2 is written before the moments of the one before")]
+    fn versions_are_completed_one_after_another() {
+        let (versions, abort) = versions(1);
+        let _moments = versions.wait_writable(1, &abort).unwrap().publish_weights();
+        let _ticket = versions.wait_writable(2, &abort);
     }
 
     /// Every wait can be named, and an abort ends it at once.

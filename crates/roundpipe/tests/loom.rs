@@ -118,24 +118,33 @@ fn several_readers_of_one_version_never_starve_the_writer() {
     }
 }
 
-/// The gradients of step 2 are written only after the update of step 1 has read those of step 1.
+/// The gradients of step 2 are written only after the update of step 1 has read those of step 1, also
+/// where it reads them again for the moments behind the weights.
 #[test]
 fn gradients_are_not_overwritten_before_they_are_read() {
-    loom::model(|| {
-        let layer = Layer::new(2);
-        let grads = Arc::new(UnsafeCell::new(()));
-        let download = {
-            let (layer, grads) = (layer.clone(), grads.clone());
-            thread::spawn(move || {
-                layer.versions.wait_grad_free(2, &layer.abort).unwrap();
-                grads.with_mut(|_| ());
-            })
-        };
-        let ticket = layer.versions.wait_writable(1, &layer.abort).unwrap();
-        grads.with(|_| ());
-        ticket.publish();
-        download.join().unwrap();
-    });
+    for moments_later in [false, true] {
+        loom::model(move || {
+            let layer = Layer::new(2);
+            let grads = Arc::new(UnsafeCell::new(()));
+            let download = {
+                let (layer, grads) = (layer.clone(), grads.clone());
+                thread::spawn(move || {
+                    layer.versions.wait_grad_free(2, &layer.abort).unwrap();
+                    grads.with_mut(|_| ());
+                })
+            };
+            let ticket = layer.versions.wait_writable(1, &layer.abort).unwrap();
+            grads.with(|_| ());
+            if moments_later {
+                let moments = ticket.publish_weights();
+                grads.with(|_| ());
+                drop(moments);
+            } else {
+                ticket.publish();
+            }
+            download.join().unwrap();
+        });
+    }
 }
 
 /// What lies beside the weights, masters and moments, is in one place whatever the number of slabs:

@@ -490,12 +490,11 @@ impl<S: Simd> AdamUpdate<S> {
         largest: Option<S::V>,
     ) -> [S::V; 4] {
         let s = self.s;
-        let mut g = self.grad.read(grad);
+        let mut g = self.read(grad);
         if self.with_penalty {
             g = s.add(g, s.mul(old, self.penalty));
         }
-        let first = s.add(s.mul(m, self.beta1), s.mul(g, self.rest1));
-        let second = s.add(s.mul(v, self.beta2), s.mul(s.mul(g, self.rest2), g));
+        let [first, second] = self.moments(g, [m, v]);
         let largest = match largest {
             Some(largest) => s.max(largest, second),
             None => second,
@@ -504,5 +503,20 @@ impl<S: Simd> AdamUpdate<S> {
         let change = s.div(s.mul(first, self.step), denominator);
         let new = s.sub(s.mul(old, self.keep), change);
         [new, first, second, largest]
+    }
+
+    /// Gradients as the formulas take them, without a penalty.
+    #[inline(always)]
+    pub(super) fn read<G: SlabElement>(&self, grad: &[G; LANES]) -> S::V {
+        self.grad.read(grad)
+    }
+
+    /// The new moments.
+    #[inline(always)]
+    pub(super) fn moments(&self, g: S::V, [m, v]: [S::V; 2]) -> [S::V; 2] {
+        let s = self.s;
+        let first = s.add(s.mul(m, self.beta1), s.mul(g, self.rest1));
+        let second = s.add(s.mul(v, self.beta2), s.mul(s.mul(g, self.rest2), g));
+        [first, second]
     }
 }

@@ -1,13 +1,20 @@
-//! Adam and AdamW over masters that are kept as weights and remainders, in one pass.
+//! Adam and AdamW over masters that are kept as weights and remainders, in one pass or in two.
 //!
 //! The formulas are those of module `adam`; a block's masters are joined in the registers of the
 //! pass and split there again. So an update moves 26 1/4 bytes per parameter with bf16 gradients,
 //! where the pass over f32 copies moves 28. Moments are f32, or bf16 rounded at random, whose random
 //! bits are drawn for 512 elements at a time.
 //!
+//! Where weights are waited for and moments are not, a first pass writes weights and remainders
+//! alone, 18 1/4 bytes per parameter, and a second one the moments, 18 bytes. The second cannot know
+//! which elements kept their values, so a piece with such an element is updated whole in the first.
+//!
+//! Refused: `amsgrad`; two passes with an L2 penalty, for which moments need the weights as they were.
+//!
 //! # Invariants
 //! - The bits are those of [`join`](super::join), the pass over f32 slabs, [`split`](super::split)
 //!   and, for bf16, [`round_randomly`](super::round_randomly), one after the other.
+//! - Two passes give the bits of one.
 
 use half::bf16;
 
@@ -81,6 +88,31 @@ impl Adam {
     ) -> Result<bool> {
         AdamRule::from(*self).step_split_with(PassIsa::best(), threads, settings, slabs)
     }
+
+    /// The part of [`Adam::step_split`] that the weights need, over one piece by the calling thread;
+    /// [`Adam::step_split_moments`] is the rest.
+    ///
+    /// # Errors
+    /// As [`Adam::step_split`], and for an L2 penalty.
+    pub fn step_split_weights(
+        &self,
+        settings: StepSettings,
+        slabs: SplitAdamSlabs<'_>,
+    ) -> Result<WeightsStep> {
+        AdamRule::from(*self).step_split_weights_with(PassIsa::best(), settings, slabs)
+    }
+
+    /// The moments of a piece, where [`WeightsStep::moments_left`] says that they are left.
+    ///
+    /// # Errors
+    /// As [`Adam::step_split_weights`].
+    pub fn step_split_moments(
+        &self,
+        settings: StepSettings,
+        slabs: SplitMomentSlabs<'_>,
+    ) -> Result<()> {
+        AdamRule::from(*self).step_split_moments_with(PassIsa::best(), settings, slabs)
+    }
 }
 
 impl AdamW {
@@ -96,6 +128,50 @@ impl AdamW {
     ) -> Result<bool> {
         AdamRule::from(*self).step_split_with(PassIsa::best(), threads, settings, slabs)
     }
+
+    /// The part of [`AdamW::step_split`] that the weights need, over one piece by the calling thread;
+    /// [`AdamW::step_split_moments`] is the rest.
+    ///
+    /// # Errors
+    /// As [`AdamW::step_split`], and for an L2 penalty.
+    pub fn step_split_weights(
+        &self,
+        settings: StepSettings,
+        slabs: SplitAdamSlabs<'_>,
+    ) -> Result<WeightsStep> {
+        AdamRule::from(*self).step_split_weights_with(PassIsa::best(), settings, slabs)
+    }
+
+    /// The moments of a piece, where [`WeightsStep::moments_left`] says that they are left.
+    ///
+    /// # Errors
+    /// As [`AdamW::step_split_weights`].
+    pub fn step_split_moments(
+        &self,
+        settings: StepSettings,
+        slabs: SplitMomentSlabs<'_>,
+    ) -> Result<()> {
+        AdamRule::from(*self).step_split_moments_with(PassIsa::best(), settings, slabs)
+    }
+}
+
+/// What became of a piece whose weights were updated first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WeightsStep {
+    /// Whether an element kept its values because new ones were not finite.
+    pub kept: bool,
+    /// Whether the moments are as before the step, for [`AdamW::step_split_moments`]. Where an element
+    /// kept its values that could not tell, so they were updated as well.
+    pub moments_left: bool,
+}
+
+/// Gradients and moments of a piece whose weights [`AdamW::step_split_weights`] has updated.
+#[derive(Debug)]
+pub struct SplitMomentSlabs<'a> {
+    /// The gradients that the weights were updated with.
+    pub grad: Floats<'a>,
+    /// Both moments.
+    pub moments: SplitAdamMoments<'a>,
 }
 
 impl AdamRule {
@@ -106,25 +182,8 @@ impl AdamRule {
         settings: StepSettings,
         slabs: SplitAdamSlabs<'_>,
     ) -> Result<bool> {
-        self.check()?;
-        settings.check(OP)?;
-        if self.settings.amsgrad {
-            return Err(Error::invalid(OP, "amsgrad needs f32 masters"));
-        }
-        let SplitAdamSlabs {
-            grad,
-            newest,
-            weights,
-            remainders,
-            moments,
-        } = slabs;
-        let split = SplitSlabs {
-            newest,
-            weights,
-            remainders,
-        };
-        split.check_len(OP, grad.len())?;
-        moments.check(grad.len())?;
+        self.check_split(settings)?;
+        let (grad, split, moments) = slabs.checked()?;
         let run = SplitRun {
             isa,
             threads,
@@ -134,6 +193,95 @@ impl AdamRule {
             SplitAdamMoments::F32(moments) => run.with_f32(grad, split, moments),
             SplitAdamMoments::Bf16(moments) => run.with_bf16(grad, split, moments),
         }))
+    }
+
+    fn step_split_weights_with(
+        &self,
+        isa: PassIsa,
+        settings: StepSettings,
+        slabs: SplitAdamSlabs<'_>,
+    ) -> Result<WeightsStep> {
+        self.check_split_apart(settings)?;
+        let (grad, split, moments) = slabs.checked()?;
+        let factors = self.factors(settings);
+        Ok(with_slice!(Floats, grad, grad => match moments {
+            SplitAdamMoments::F32(moments) => isa.run(WeightsPass(WholePass {
+                factors,
+                grad,
+                split,
+                moments: WideMoments::new(moments),
+            })),
+            SplitAdamMoments::Bf16(moments) => isa.run(WeightsPass(WholePass {
+                factors,
+                grad,
+                split,
+                moments: NarrowMoments::new(moments),
+            })),
+        }))
+    }
+
+    fn step_split_moments_with(
+        &self,
+        isa: PassIsa,
+        settings: StepSettings,
+        slabs: SplitMomentSlabs<'_>,
+    ) -> Result<()> {
+        self.check_split_apart(settings)?;
+        let SplitMomentSlabs { grad, moments } = slabs;
+        moments.check(grad.len())?;
+        let factors = self.factors(settings);
+        with_slice!(Floats, grad, grad => match moments {
+            SplitAdamMoments::F32(moments) => isa.run(MomentsPass {
+                factors,
+                grad,
+                moments: WideMoments::new(moments),
+            }),
+            SplitAdamMoments::Bf16(moments) => isa.run(MomentsPass {
+                factors,
+                grad,
+                moments: NarrowMoments::new(moments),
+            }),
+        });
+        Ok(())
+    }
+
+    fn check_split(&self, settings: StepSettings) -> Result<()> {
+        self.check()?;
+        settings.check(OP)?;
+        if self.settings.amsgrad {
+            return Err(Error::invalid(OP, "amsgrad needs f32 masters"));
+        }
+        Ok(())
+    }
+
+    fn check_split_apart(&self, settings: StepSettings) -> Result<()> {
+        self.check_split(settings)?;
+        if !self.decoupled && self.settings.weight_decay != 0.0 {
+            let what = "moments with an L2 penalty depend on the weights before the step";
+            return Err(Error::invalid(OP, what));
+        }
+        Ok(())
+    }
+}
+
+impl<'a> SplitAdamSlabs<'a> {
+    /// Refuses slabs that do not fit together.
+    fn checked(self) -> Result<(Floats<'a>, SplitSlabs<'a>, SplitAdamMoments<'a>)> {
+        let Self {
+            grad,
+            newest,
+            weights,
+            remainders,
+            moments,
+        } = self;
+        let split = SplitSlabs {
+            newest,
+            weights,
+            remainders,
+        };
+        split.check_len(OP, grad.len())?;
+        moments.check(grad.len())?;
+        Ok((grad, split, moments))
     }
 }
 
@@ -173,11 +321,11 @@ impl SplitRun<'_> {
             .zip(split.chunks())
             .zip(exp_avg.chunks_mut(CHUNK))
             .zip(exp_avg_sq.chunks_mut(CHUNK))
-            .map(|(((grad, split), exp_avg), exp_avg_sq)| SplitPass {
+            .map(|(((grad, split), exp_avg), exp_avg_sq)| WholePass {
                 factors: self.factors,
                 grad,
                 split,
-                moments: [exp_avg, exp_avg_sq],
+                moments: WideMoments::new([exp_avg, exp_avg_sq]),
             });
         any(self.threads, chunks, |pass| self.isa.run(pass))
     }
@@ -193,155 +341,339 @@ impl SplitRun<'_> {
             .zip(split.chunks())
             .zip(exp_avg.chunks())
             .zip(exp_avg_sq.chunks())
-            .map(|(((grad, split), exp_avg), exp_avg_sq)| SplitPass {
+            .map(|(((grad, split), exp_avg), exp_avg_sq)| WholePass {
                 factors: self.factors,
                 grad,
                 split,
-                moments: [exp_avg, exp_avg_sq],
+                moments: NarrowMoments::new([exp_avg, exp_avg_sq]),
             });
         any(self.threads, chunks, |pass| self.isa.run(pass))
     }
 }
 
-/// One chunk.
-struct SplitPass<'a, G, M> {
-    factors: AdamFactors,
-    grad: &'a [G],
-    split: SplitSlabs<'a>,
-    moments: [M; 2],
+/// Both moments of a piece, by blocks; the last block may be shorter than the others.
+trait MomentBlocks {
+    fn load<S: Simd>(&self, s: S, block: usize) -> [S::V; 2];
+
+    /// Rounds at random where moments are narrow.
+    fn store<S: Simd>(&mut self, s: S, block: usize, values: [S::V; 2]);
 }
 
-impl<G: SlabElement> SlabPass for SplitPass<'_, G, &mut [f32]> {
-    type Output = bool;
+/// Blocks of a slab, and the elements behind the last whole one.
+struct Blocks<'a, T> {
+    whole: &'a mut [[T; LANES]],
+    rest: &'a mut [T],
+}
+
+impl<'a, T: Copy + Default> Blocks<'a, T> {
+    fn new(slab: &'a mut [T]) -> Self {
+        let (whole, rest) = slab.as_chunks_mut();
+        Self { whole, rest }
+    }
+
+    /// A block, with zeros behind the last element.
+    #[inline(always)]
+    fn get(&self, block: usize) -> [T; LANES] {
+        match self.whole.get(block) {
+            Some(whole) => *whole,
+            None => padded(self.rest),
+        }
+    }
+
+    /// Takes a block back; what lies behind the last element is thrown away.
+    #[inline(always)]
+    fn set(&mut self, block: usize, values: [T; LANES]) {
+        match self.whole.get_mut(block) {
+            Some(whole) => *whole = values,
+            None => self.rest.copy_from_slice(&values[..self.rest.len()]),
+        }
+    }
+}
+
+/// Moments in f32.
+struct WideMoments<'a>([Blocks<'a, f32>; 2]);
+
+impl<'a> WideMoments<'a> {
+    fn new(moments: [&'a mut [f32]; 2]) -> Self {
+        Self(moments.map(Blocks::new))
+    }
+}
+
+impl MomentBlocks for WideMoments<'_> {
+    #[inline(always)]
+    fn load<S: Simd>(&self, s: S, block: usize) -> [S::V; 2] {
+        let [m, v] = &self.0;
+        [s.load(&m.get(block)), s.load(&v.get(block))]
+    }
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> bool {
-        let update = AdamUpdate::new(s, self.factors);
-        let [m, v] = self.moments;
-        let (grad, grad_rest) = self.grad.as_chunks();
-        let (m, m_rest) = m.as_chunks_mut();
-        let (v, v_rest) = v.as_chunks_mut();
-        let (mut split, split_rest) = self.split.blocks();
-        let mut kept = false;
-        for (i, ((grad, m), v)) in grad.iter().zip(m).zip(v).enumerate() {
-            kept |= step_block(&update, LANES, grad, split.at(i), m, v);
+    fn store<S: Simd>(&mut self, s: S, block: usize, values: [S::V; 2]) {
+        for (blocks, value) in self.0.iter_mut().zip(values) {
+            let mut new = [0.0; LANES];
+            s.store(value, &mut new);
+            blocks.set(block, new);
         }
-        if grad_rest.is_empty() {
-            return kept;
-        }
-        // The last elements as a block of their own; what lies beyond them is thrown away.
-        let len = grad_rest.len();
-        let grad = padded(grad_rest);
-        let (mut m, mut v) = (padded(m_rest), padded(v_rest));
-        let mut split = split_rest.padded();
-        kept |= step_block(&update, len, &grad, split.block(), &mut m, &mut v);
-        split_rest.copy_from(&split);
-        m_rest.copy_from_slice(&m[..len]);
-        v_rest.copy_from_slice(&v[..len]);
-        kept
     }
 }
 
 /// Blocks whose random bits are drawn at once.
 const DRAWN: usize = 32;
 
-impl<G: SlabElement> SlabPass for SplitPass<'_, G, RandomMoment<'_>> {
+/// One moment in bf16 with the random bits of some of its blocks.
+struct NarrowMoment<'a> {
+    blocks: Blocks<'a, bf16>,
+    key: RngKey,
+    /// The number of the first element in the stream of `key`.
+    first: u64,
+    bits: [[u16; LANES]; DRAWN],
+    /// Whose bits they are, in units of [`DRAWN`] blocks.
+    drawn: Option<usize>,
+}
+
+impl NarrowMoment<'_> {
+    /// The random bits of a block.
+    #[inline(always)]
+    fn bits_of(&mut self, block: usize) -> &[u16; LANES] {
+        let group = block / DRAWN;
+        if self.drawn != Some(group) {
+            let element = self.first + (group * DRAWN * LANES) as u64;
+            let (bits, _) = self.bits.as_flattened_mut().as_chunks_mut();
+            self.key.fill_halves(element / 8, bits);
+            self.drawn = Some(group);
+        }
+        &self.bits[block % DRAWN]
+    }
+}
+
+/// Moments in bf16.
+struct NarrowMoments<'a>([NarrowMoment<'a>; 2]);
+
+impl<'a> NarrowMoments<'a> {
+    fn new(moments: [RandomMoment<'a>; 2]) -> Self {
+        Self(moments.map(|moment| NarrowMoment {
+            blocks: Blocks::new(moment.values),
+            key: moment.key,
+            first: moment.first,
+            bits: [[0; LANES]; DRAWN],
+            drawn: None,
+        }))
+    }
+}
+
+impl MomentBlocks for NarrowMoments<'_> {
+    #[inline(always)]
+    fn load<S: Simd>(&self, s: S, block: usize) -> [S::V; 2] {
+        let [m, v] = &self.0;
+        [
+            s.load_bf16(&m.blocks.get(block)),
+            s.load_bf16(&v.blocks.get(block)),
+        ]
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(&mut self, s: S, block: usize, values: [S::V; 2]) {
+        for (moment, value) in self.0.iter_mut().zip(values) {
+            let mut new = [bf16::ZERO; LANES];
+            s.store_bf16_random(value, moment.bits_of(block), &mut new);
+            moment.blocks.set(block, new);
+        }
+    }
+}
+
+/// One piece, all of it.
+struct WholePass<'a, G, M> {
+    factors: AdamFactors,
+    grad: &'a [G],
+    split: SplitSlabs<'a>,
+    moments: M,
+}
+
+impl<G: SlabElement, M: MomentBlocks> SlabPass for WholePass<'_, G, M> {
     type Output = bool;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> bool {
+    fn run<S: Simd>(mut self, s: S) -> bool {
         let update = AdamUpdate::new(s, self.factors);
-        let [m, v] = self.moments;
-        let (m_random, v_random) = ((m.key, m.first), (v.key, v.first));
         let (grad, grad_rest) = self.grad.as_chunks();
-        let (m, m_rest) = m.values.as_chunks_mut();
-        let (v, v_rest) = v.values.as_chunks_mut();
         let (mut split, split_rest) = self.split.blocks();
-        let blocks = grad.len();
-        let mut m_bits = [[0; LANES]; DRAWN];
-        let mut v_bits = [[0; LANES]; DRAWN];
+        let moments = &mut self.moments;
         let mut kept = false;
-        for (i, ((grad, m), v)) in grad.iter().zip(m).zip(v).enumerate() {
-            if i % DRAWN == 0 {
-                draw(m_random, i, &mut m_bits);
-                draw(v_random, i, &mut v_bits);
-            }
-            let bits = [&m_bits[i % DRAWN], &v_bits[i % DRAWN]];
-            kept |= step_random(&update, LANES, grad, split.at(i), [m, v], bits);
+        for (i, grad) in grad.iter().enumerate() {
+            kept |= step_block(&update, LANES, grad, split.at(i), moments, i);
         }
         if grad_rest.is_empty() {
             return kept;
         }
-        let len = grad_rest.len();
-        let grad = padded(grad_rest);
-        let (mut m, mut v) = (padded(m_rest), padded(v_rest));
+        // The last elements as a block of their own; what lies beyond them is thrown away.
         let mut split = split_rest.padded();
-        draw(m_random, blocks, &mut m_bits);
-        draw(v_random, blocks, &mut v_bits);
-        let bits = [&m_bits[0], &v_bits[0]];
-        kept |= step_random(&update, len, &grad, split.block(), [&mut m, &mut v], bits);
+        let len = grad_rest.len();
+        kept |= step_block(
+            &update,
+            len,
+            &padded(grad_rest),
+            split.block(),
+            moments,
+            grad.len(),
+        );
         split_rest.copy_from(&split);
-        m_rest.copy_from_slice(&m[..len]);
-        v_rest.copy_from_slice(&v[..len]);
         kept
     }
 }
 
-/// The random bits of [`DRAWN`] blocks, from block `at` of a moment on.
-#[inline(always)]
-fn draw((key, first): (RngKey, u64), at: usize, bits: &mut [[u16; LANES]; DRAWN]) {
-    let element = first + (at * LANES) as u64;
-    let (blocks, _) = bits.as_flattened_mut().as_chunks_mut();
-    key.fill_halves(element / 8, blocks);
+/// One piece, of which the moments are left to [`MomentsPass`], unless that would not know what
+/// becomes of them.
+struct WeightsPass<'a, G, M>(WholePass<'a, G, M>);
+
+impl<G: SlabElement, M: MomentBlocks> SlabPass for WeightsPass<'_, G, M> {
+    type Output = WeightsStep;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> WeightsStep {
+        let Self(pass) = self;
+        let update = AdamUpdate::new(s, pass.factors);
+        let (grad, grad_rest) = pass.grad.as_chunks();
+        let (mut split, split_rest) = pass.split.blocks();
+        let mut moments = pass.moments;
+        let mut step = WeightsStep {
+            kept: false,
+            moments_left: true,
+        };
+        for (i, block) in grad.iter().enumerate() {
+            let (before, _) = pass.grad.split_at(i * LANES);
+            step.block(&update, LANES, (before, block), split.at(i), &mut moments);
+        }
+        if !grad_rest.is_empty() {
+            let mut split = split_rest.padded();
+            let (before, rest) = pass.grad.split_at(grad.len() * LANES);
+            let block = (before, &padded(rest));
+            step.block(&update, rest.len(), block, split.block(), &mut moments);
+            split_rest.copy_from(&split);
+        }
+        step
+    }
 }
 
-/// A block with f32 moments.
+impl WeightsStep {
+    /// The next block, with the gradients of it and of those before it.
+    #[inline(always)]
+    fn block<S: Simd, G: SlabElement>(
+        &mut self,
+        update: &AdamUpdate<S>,
+        live: usize,
+        (before, grad): (&[G], &[G; LANES]),
+        split: SplitBlock<'_>,
+        moments: &mut impl MomentBlocks,
+    ) {
+        let at = before.len() / LANES;
+        if !self.moments_left {
+            self.kept |= step_block(update, live, grad, split, moments, at);
+            return;
+        }
+        let stepped = step_weights(update, live, grad, split, moments, at);
+        self.kept |= stepped.kept;
+        if !stepped.moments_left {
+            step_moments(update, before, moments);
+            self.moments_left = false;
+        }
+    }
+}
+
+/// The moments of one piece whose weights are there.
+struct MomentsPass<'a, G, M> {
+    factors: AdamFactors,
+    grad: &'a [G],
+    moments: M,
+}
+
+impl<G: SlabElement, M: MomentBlocks> SlabPass for MomentsPass<'_, G, M> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let update = AdamUpdate::new(s, self.factors);
+        step_moments(&update, self.grad, &mut self.moments);
+    }
+}
+
+/// A block, all of it.
 #[inline(always)]
 fn step_block<S: Simd, G: SlabElement>(
     update: &AdamUpdate<S>,
     live: usize,
     grad: &[G; LANES],
     mut split: SplitBlock<'_>,
-    m: &mut [f32; LANES],
-    v: &mut [f32; LANES],
+    moments: &mut impl MomentBlocks,
+    at: usize,
 ) -> bool {
     let s = update.s;
-    match step_simple(update, grad, &mut split, [s.load(m), s.load(v)]) {
-        Some([first, second]) => {
-            s.store(first, m);
-            s.store(second, v);
+    let old = moments.load(s, at);
+    match step_simple(update, grad, &mut split, old) {
+        Some(new) => {
+            moments.store(s, at, new);
             false
         }
-        None => step_any(update, live, grad, split, m, v),
+        None => {
+            let (new, kept) = step_any(update, live, grad, split, old);
+            moments.store(s, at, [s.load(&new[0]), s.load(&new[1])]);
+            kept
+        }
     }
 }
 
-/// A block with moments in bf16.
+/// The weights of a block. Its moments are written where they are not those of [`step_moments`].
 #[inline(always)]
-fn step_random<S: Simd, G: SlabElement>(
+fn step_weights<S: Simd, G: SlabElement>(
     update: &AdamUpdate<S>,
     live: usize,
     grad: &[G; LANES],
     mut split: SplitBlock<'_>,
-    [m, v]: [&mut [bf16; LANES]; 2],
-    bits: [&[u16; LANES]; 2],
-) -> bool {
+    moments: &mut impl MomentBlocks,
+    at: usize,
+) -> WeightsStep {
     let s = update.s;
-    let old = [s.load_bf16(m), s.load_bf16(v)];
-    let mut kept = false;
-    let [first, second] = match step_simple(update, grad, &mut split, old) {
-        Some(new) => new,
-        None => {
-            let (mut wide_m, mut wide_v) = ([0.0; LANES], [0.0; LANES]);
-            s.store(old[0], &mut wide_m);
-            s.store(old[1], &mut wide_v);
-            kept = step_any(update, live, grad, split, &mut wide_m, &mut wide_v);
-            [s.load(&wide_m), s.load(&wide_v)]
-        }
-    };
-    s.store_bf16_random(first, bits[0], m);
-    s.store_bf16_random(second, bits[1], v);
-    kept
+    let old = moments.load(s, at);
+    if step_simple(update, grad, &mut split, old).is_some() {
+        return WeightsStep {
+            kept: false,
+            moments_left: true,
+        };
+    }
+    let (new, kept) = step_any(update, live, grad, split, old);
+    let expected = update.moments(update.read(grad), old);
+    let mut is_known = true;
+    for (expected, new) in expected.into_iter().zip(&new) {
+        let mut values = [0.0; LANES];
+        s.store(expected, &mut values);
+        let is_same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+        is_known &= values[..live].iter().zip(new).all(is_same);
+    }
+    if !is_known {
+        moments.store(s, at, [s.load(&new[0]), s.load(&new[1])]);
+    }
+    WeightsStep {
+        kept,
+        moments_left: is_known,
+    }
+}
+
+/// The moments of the first blocks, whose weights are there.
+#[inline(always)]
+fn step_moments<S: Simd, G: SlabElement>(
+    update: &AdamUpdate<S>,
+    grads: &[G],
+    moments: &mut impl MomentBlocks,
+) {
+    let s = update.s;
+    let (whole, rest) = grads.as_chunks();
+    for (i, grad) in whole.iter().enumerate() {
+        let new = update.moments(update.read(grad), moments.load(s, i));
+        moments.store(s, i, new);
+    }
+    if !rest.is_empty() {
+        let (grad, last) = (update.read(&padded(rest)), whole.len());
+        let new = update.moments(grad, moments.load(s, last));
+        moments.store(s, last, new);
+    }
 }
 
 /// The usual block, all in registers: writes its weights and remainders and returns its moments.
@@ -367,29 +699,31 @@ fn step_simple<S: Simd, G: SlabElement>(
     Some([first, second])
 }
 
-/// Any block: joins its masters, updates them and splits them again.
+/// Any block: joins its masters, updates them and splits them again. Returns its moments, and whether
+/// an element kept its values because new ones were not finite.
 #[inline(always)]
 fn step_any<S: Simd, G: SlabElement>(
     update: &AdamUpdate<S>,
     live: usize,
     grad: &[G; LANES],
     split: SplitBlock<'_>,
-    m: &mut [f32; LANES],
-    v: &mut [f32; LANES],
-) -> bool {
+    [m, v]: [S::V; 2],
+) -> ([[f32; LANES]; 2], bool) {
     seldom();
     let s = update.s;
-    let mut p = [0.0; LANES];
+    let (mut p, mut wide_m, mut wide_v) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
     s.store(split.load(s), &mut p);
+    s.store(m, &mut wide_m);
+    s.store(v, &mut wide_v);
     let state = AdamBlock {
         p: &mut p,
-        m,
-        v,
+        m: &mut wide_m,
+        v: &mut wide_v,
         x: None,
     };
     let kept = update.block(live, grad, state, Some(&mut *split.weights));
     split.store_remainders(s, s.load(&p));
-    kept
+    ([wide_m, wide_v], kept)
 }
 
 /// Tells the compiler that the caller's branch is rarely taken.
@@ -402,8 +736,8 @@ mod tests {
     use super::super::split::{join_with, remainder_bytes, split_with};
     use super::super::{AdamSlabs, Floats, FloatsMut, cast, round_randomly};
     use super::{
-        AdamRule, AdamW, RandomMoment, RemaindersMut, RngKey, SplitAdamMoments, SplitAdamSlabs,
-        StepSettings, Threads, bf16,
+        Adam, AdamRule, AdamW, RandomMoment, RemaindersMut, RngKey, SplitAdamMoments,
+        SplitAdamSlabs, SplitMomentSlabs, StepSettings, Threads, bf16,
     };
     use crate::rng::RngSite;
 
@@ -547,6 +881,66 @@ mod tests {
         kept
     }
 
+    /// The weights first and then the moments, piece by piece. Whether elements kept their values, and
+    /// of how many pieces the moments were left.
+    fn apart(
+        rule: AdamRule,
+        isa: PassIsa,
+        (random, lag, piece): (bool, bool, usize),
+        state: &mut State,
+    ) -> (bool, usize) {
+        let len = state.weights.len();
+        let grads = grads(len);
+        let newest: Vec<bf16> = state.weights.iter().map(|x| bf16::from_bits(*x)).collect();
+        let mut weights = newest.clone();
+        let mut narrow = state.moments.each_ref().map(|moment| narrow(moment));
+        let mut remainders = RemaindersMut::of_words(&mut state.remainders, len).unwrap();
+        let settings = StepSettings::new(3, 1e-3);
+        let (mut kept, mut left) = (false, Vec::new());
+        for moments_only in [false, true] {
+            for start in (0..len).step_by(piece) {
+                let range = start..len.min(start + piece);
+                let moments = if random {
+                    let mut site = 9;
+                    SplitAdamMoments::Bf16(narrow.each_mut().map(|moment| {
+                        site += 1;
+                        RandomMoment {
+                            values: &mut moment[range.clone()],
+                            key: key(site),
+                            first: 64 + start as u64,
+                        }
+                    }))
+                } else {
+                    let wide = state.moments.each_mut();
+                    SplitAdamMoments::F32(wide.map(|moment| &mut moment[range.clone()]))
+                };
+                let grad = Floats::BF16(&grads[range.clone()]);
+                if moments_only {
+                    if left.contains(&start) {
+                        let slabs = SplitMomentSlabs { grad, moments };
+                        rule.step_split_moments_with(isa, settings, slabs).unwrap();
+                    }
+                    continue;
+                }
+                let slabs = SplitAdamSlabs {
+                    grad,
+                    newest: lag.then_some(&newest[range.clone()]),
+                    weights: &mut weights[range.clone()],
+                    remainders: remainders.range(range),
+                    moments,
+                };
+                let step = rule.step_split_weights_with(isa, settings, slabs).unwrap();
+                kept |= step.kept;
+                left.extend(step.moments_left.then_some(start));
+            }
+        }
+        state.weights = weights.iter().map(|x| x.to_bits()).collect();
+        if random {
+            state.moments = narrow.map(|moment| moment.iter().map(|x| x.to_f32()).collect());
+        }
+        (kept, left.len())
+    }
+
     fn bits(values: &[f32]) -> Vec<u32> {
         values.iter().map(|x| x.to_bits()).collect()
     }
@@ -591,6 +985,69 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Weights first and moments later give the bits of one pass, also where elements keep their
+    /// values, for pieces of any length.
+    #[test]
+    fn two_passes_equal_one() {
+        let rule = AdamRule::from(AdamW {
+            weight_decay: 0.1,
+            ..AdamW::default()
+        });
+        let one = Threads::new(Some(1)).unwrap();
+        for isa in PassIsa::available() {
+            for (len, piece) in [
+                (1usize, 16),
+                (15, 16),
+                (1031, 256),
+                (65_536 + 4099, 128),
+                (9_000, 9_000),
+            ] {
+                let pieces = len.div_ceil(piece);
+                for (random, lag) in [(false, false), (false, true), (true, false), (true, true)] {
+                    let what = format!("{isa:?}, {len} by {piece}, random {random}, lag {lag}");
+                    let mut expected = start(len, isa, &one);
+                    let mut state = expected.clone();
+                    let kept = fused(rule, isa, (random, lag), &one, &mut expected);
+                    let way = (random, lag, piece);
+                    let (kept_apart, left) = apart(rule, isa, way, &mut state);
+                    assert_eq!(kept_apart, kept, "{what}");
+                    // Elements that are not finite are in few pieces of many.
+                    assert!(left < pieces || !kept, "{what}: {left} of {pieces}");
+                    assert!(left > 0 || pieces < 3, "{what}");
+                    assert!(state.weights == expected.weights, "{what}: weights");
+                    assert!(
+                        state.remainders == expected.remainders,
+                        "{what}: remainders"
+                    );
+                    for (a, b) in state.moments.iter().zip(&expected.moments) {
+                        assert!(bits(a) == bits(b), "{what}: moments");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Moments cannot come later where they depend on the weights before the step.
+    #[test]
+    fn two_passes_refuse_an_l2_penalty() {
+        let settings = StepSettings::new(1, 1e-3);
+        let step = |rule: Adam| {
+            let (mut first, mut second) = ([0.0; 16], [0.0; 16]);
+            let slabs = SplitMomentSlabs {
+                grad: Floats::BF16(&[bf16::ONE; 16]),
+                moments: SplitAdamMoments::F32([&mut first, &mut second]),
+            };
+            rule.step_split_moments(settings, slabs)
+        };
+        assert!(step(Adam::default()).is_ok());
+        let penalty = Adam {
+            weight_decay: 0.1,
+            ..Adam::default()
+        };
+        let error = step(penalty).unwrap_err().to_string();
+        assert!(error.contains("L2 penalty"), "{error}");
     }
 
     /// `amsgrad`, slabs of another length and random bits from within a block of them are refused.

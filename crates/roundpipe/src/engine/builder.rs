@@ -25,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::exec::early_rows::EarlyRows;
 use crate::exec::hooks::{Hook, LayerGradient, LayerOutput};
 use crate::exec::model::Model;
+use crate::exec::optimizer_thread::OptimizerOptions;
 use crate::exec::repeats::Repeats;
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
@@ -60,6 +61,7 @@ pub struct Builder<M> {
     inference: bool,
     fp8: bool,
     max_nonfinite_steps: u64,
+    weights_first: Option<bool>,
     hooks: Vec<(&'static str, String, Hook)>,
 }
 
@@ -95,6 +97,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             inference: false,
             fp8: false,
             max_nonfinite_steps: MAX_NONFINITE_STEPS,
+            weights_first: None,
             hooks: Vec::new(),
         }
     }
@@ -183,6 +186,16 @@ impl<M: Layer + 'static> Builder<M> {
     #[must_use]
     pub fn max_lag(mut self, lag: Lag) -> Self {
         self.max_lag = lag;
+        self
+    }
+
+    /// Whether updates at lag 0 write weights first and the moments of Adam and AdamW behind them,
+    /// beside the next backward. The next forward then waits for two thirds of the memory that an
+    /// update moves, and the host moves a third more. By default so where steps leave time for it, and
+    /// never on a processor. No bit of a result depends on it.
+    #[must_use]
+    pub fn weights_first(mut self, weights_first: bool) -> Self {
+        self.weights_first = Some(weights_first);
         self
     }
 
@@ -414,14 +427,13 @@ impl<M: Layer + 'static> Builder<M> {
             .stall
             .map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
         let trace = Arc::new(Trace::new());
-        let core = Core::new(
-            model,
-            ring,
-            parts,
-            self.max_lag,
-            trace,
-            self.max_nonfinite_steps,
-        )?;
+        let mut workers = ring.workers().iter();
+        let optimizer = OptimizerOptions {
+            most_nonfinite: self.max_nonfinite_steps,
+            weights_first: self.weights_first,
+            shares_cores: workers.any(|worker| worker.device().aliases_host()),
+        };
+        let core = Core::new(model, ring, parts, self.max_lag, trace, optimizer)?;
         for (option, layer, hook) in self.hooks {
             register(&core.model, option, &layer, hook)?;
         }

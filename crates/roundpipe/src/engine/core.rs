@@ -35,7 +35,7 @@ use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallList};
 use crate::exec::model::Model;
-use crate::exec::optimizer_thread::{OptimizerHandle, Outcome};
+use crate::exec::optimizer_thread::{OptimizerHandle, OptimizerOptions, Outcome};
 use crate::exec::ring::Ring;
 use crate::plan::PlanKind;
 use crate::sync::lock;
@@ -164,14 +164,13 @@ impl Core {
         parts: Vec<PartSpec>,
         max_lag: Lag,
         trace: Arc<Trace>,
-        most_nonfinite: u64,
+        options: OptimizerOptions,
     ) -> Result<Self> {
         let model = Arc::new(model);
         let part = |spec| EnginePart::new(spec, &model, &ring, max_lag);
         let parts = parts.into_iter().map(part).collect();
         let call_list = Arc::<CallList>::default();
-        let optimizer =
-            OptimizerHandle::start(&model, &call_list, ring.board(), &trace, most_nonfinite)?;
+        let optimizer = OptimizerHandle::start(&model, &call_list, ring.board(), &trace, options)?;
         Ok(Self {
             optimizer,
             _trainer: Trainer(model.clone()),

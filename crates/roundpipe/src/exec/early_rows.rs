@@ -32,7 +32,7 @@ use crate::error::Result;
 use crate::plan::Pass;
 use crate::sync::lock;
 use crate::tree::Tree;
-use crate::update::OpenTable;
+use crate::update::{LateMoments, OpenTable};
 
 /// The layer that may be such a table: only the first has host values as its input.
 pub(crate) const TABLE: usize = 0;
@@ -236,11 +236,11 @@ impl<'a> TableUpdate<'a> {
     }
 
     /// Serves all that is left, updates all other rows and publishes the table. Returns whether some
-    /// elements kept their value because the rule's was not finite.
+    /// elements kept their value because the rule's was not finite, and the moments that come later.
     ///
     /// # Errors
     /// As [`Store::apply`](crate::Store::apply).
-    pub fn finish(mut self, early: &EarlyRows) -> Result<bool> {
+    pub fn finish(mut self, early: &EarlyRows) -> Result<(bool, Option<LateMoments<'a>>)> {
         self.requests.extend(early.close());
         self.serve_due(usize::MAX)?;
         self.table.finish()

@@ -28,9 +28,10 @@ use std::time::{Duration, Instant};
 use roundpipe_tensor::nvtx;
 
 use super::call::{Call, CallList, Landed};
-use super::early_rows::{TABLE, TableUpdate};
+use super::early_rows::TABLE;
 use super::model::Model;
-use super::pace::{Pace, Urgency};
+use super::pace::Urgency;
+use super::step_update::{StepUpdate, UpdateOrder, UpdateTiming};
 use super::task::panic_text;
 use crate::checkpoint::SaveProgress;
 use crate::checkpoint::manifest::SavedScaler;
@@ -335,34 +336,44 @@ pub(crate) struct UpdateTime {
     pub ms: f64,
 }
 
+/// What an engine asks of its optimizer's thread.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OptimizerOptions {
+    /// A step fails after so many in a row that were not finite.
+    pub most_nonfinite: u64,
+    /// Whether updates at lag 0 write weights first; measured if not said.
+    pub weights_first: Option<bool>,
+    /// Whether a worker computes on the cores that update, and reads weights where they lie.
+    pub shares_cores: bool,
+}
+
 /// What the thread works with.
-struct OptimizerThread {
-    model: Arc<Model>,
+pub(super) struct OptimizerThread {
+    pub(super) model: Arc<Model>,
     call_list: Arc<CallList>,
     board: Board,
-    trace: Arc<Trace>,
+    pub(super) trace: Arc<Trace>,
     abort: Abort,
     streak: Arc<Streak>,
-    times: Arc<Mutex<Vec<UpdateTime>>>,
+    pub(super) times: Arc<Mutex<Vec<UpdateTime>>>,
     scaler: Arc<Mutex<Option<GradScaler>>>,
     save_warnings: Arc<Mutex<Vec<String>>>,
     /// Why the last step failed that was not called off.
     last_failure: Mutex<String>,
-    /// How many threads updates at lag 1 take, and when the last of them began.
-    pace: Mutex<(Pace, Option<Instant>)>,
-    urgency: Arc<Urgency>,
+    pub(super) timing: Mutex<UpdateTiming>,
+    pub(super) urgency: Arc<Urgency>,
 }
 
 impl OptimizerHandle {
-    /// Starts the thread. It fails a step after `most_nonfinite` in a row that were not finite.
+    /// Starts the thread.
     pub fn start(
         model: &Arc<Model>,
         call_list: &Arc<CallList>,
         board: &Board,
         trace: &Arc<Trace>,
-        most_nonfinite: u64,
+        options: OptimizerOptions,
     ) -> Result<Self> {
-        let streak = Arc::new(Streak::new(most_nonfinite));
+        let streak = Arc::new(Streak::new(options.most_nonfinite));
         let times = Arc::<Mutex<Vec<UpdateTime>>>::default();
         let scaler = Arc::<Mutex<Option<GradScaler>>>::default();
         let save_warnings = Arc::<Mutex<Vec<String>>>::default();
@@ -380,7 +391,7 @@ impl OptimizerHandle {
             scaler: scaler.clone(),
             save_warnings: save_warnings.clone(),
             last_failure: Mutex::default(),
-            pace: Mutex::new((Pace::new(model.store.threads().count()), None)),
+            timing: Mutex::new(UpdateTiming::new(model.store.threads().count(), options)),
             urgency: urgency.clone(),
         };
         let name = format!("{} optimizer", model.name);
@@ -717,20 +728,16 @@ impl OptimizerThread {
         // and do not wait for it, so the waits end without one.
         let never = store.abort();
         self.patiently(Some(BUSY_TIMEOUT), || store.check_open(version, &never))?;
-        // Behind a step at lag 1 no call reads what it writes before the step after it is asked for.
-        let by_rows = lag == Lag::Zero && !decision.skip && store.updates_by_rows(TABLE, &apply)?;
-        // Before the caller goes on, who may ask for rows at once.
-        let puts_off = by_rows && self.model.early_rows.open(version);
-        // The first layer is about to change: from here on the step is made, and a caller at lag 0
-        // may go on.
-        outcome.set(StepPhase::Begun);
-        let first_partial = if puts_off {
-            self.apply_by_rows(&apply, &never)?
-        } else if lag == Lag::One && !decision.skip {
-            self.apply_paced(&apply, &never)?
-        } else {
-            self.apply_layers(decision.skip, &apply, &never)?
+        let how = match lag {
+            _ if decision.skip => UpdateOrder::Skip,
+            // No call reads what it writes before the step after it is asked for.
+            Lag::One => UpdateOrder::Beside,
+            Lag::Zero => UpdateOrder::Ahead {
+                by_rows: store.updates_by_rows(TABLE, &apply)?,
+            },
         };
+        let update = StepUpdate::new(self, &apply, &never);
+        let first_partial = update.run(how, || outcome.set(StepPhase::Begun))?;
         store.set_steps(step);
         match first_partial {
             Some(layer) => self.streak.add(format!(
@@ -752,135 +759,6 @@ impl OptimizerThread {
         })
     }
 
-    /// Updates layer by layer, or leaves all as they are; the first layer of which some elements
-    /// kept their value because the new one was not finite.
-    fn apply_layers(&self, skip: bool, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
-        let mut first_partial = None;
-        for layer in 0..self.model.store.layers().len() {
-            if self.apply_layer(layer, skip, apply, never)? {
-                first_partial.get_or_insert(layer);
-            }
-        }
-        Ok(first_partial)
-    }
-
-    /// As [`OptimizerThread::apply_layers`], with as few threads as take long enough ([`Pace`]).
-    fn apply_paced(&self, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
-        let mut pace = lock(&self.pace);
-        let (pace, last) = &mut *pace;
-        let start = Instant::now();
-        let before = last.replace(start);
-        let update = self.urgency.begin(pace.threads());
-        let applied = self.apply_layers(false, apply, never);
-        // The first update fills memory that the system has only promised.
-        if apply.step > 1 && !update.was_hurried() {
-            let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
-            let step_ms = before.map(|before| ms(start - before));
-            pace.record(step_ms, ms(start.elapsed()));
-        }
-        applied
-    }
-
-    /// As [`OptimizerThread::apply_layers`], with the table in front put off: the rows that calls
-    /// wait for are updated between the other layers, and the rest behind them.
-    fn apply_by_rows(&self, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
-        let store = &self.model.store;
-        let table = self.patiently(None, || store.open_table(TABLE, apply, never))?;
-        let mut table = Some(TableUpdate::new(table));
-        let mut partial = Vec::new();
-        let mut layers = 0..store.layers().len();
-        let updated = layers.try_for_each(|layer| {
-            // The layer behind the table first: a caller needs a moment to ask for its rows.
-            if layer != TABLE && self.apply_layer(layer, false, apply, never)? {
-                partial.push(layer);
-            }
-            let Some(update) = &mut table else {
-                return Ok(());
-            };
-            let wants_all = self.serve_rows(update, layer + 1, apply)?;
-            match table.take_if(|_| wants_all) {
-                Some(update) => self.finish_table(update, apply, &mut partial),
-                None => Ok(()),
-            }
-        });
-        // A step that has begun is finished, also where a layer could not be updated.
-        if let Some(update) = table {
-            self.finish_table(update, apply, &mut partial)?;
-        }
-        updated?;
-        Ok(partial.into_iter().min())
-    }
-
-    /// Updates the rows that are due now that all layers before `layer` are updated. Whether a call
-    /// waits for the whole table.
-    fn serve_rows(
-        &self,
-        update: &mut TableUpdate<'_>,
-        layer: usize,
-        apply: &Apply,
-    ) -> Result<bool> {
-        let start = self.trace.now_ns();
-        let served = update.serve(&self.model.early_rows, layer)?;
-        if served.microbatches > 0 {
-            update.rows_ms += self.ms_since(start);
-            self.note(TABLE, apply.next_version, start);
-        }
-        Ok(served.wants_all)
-    }
-
-    /// Updates what is left of the table and publishes it.
-    fn finish_table(
-        &self,
-        update: TableUpdate<'_>,
-        apply: &Apply,
-        partial: &mut Vec<usize>,
-    ) -> Result<()> {
-        let start = self.trace.now_ns();
-        let rows_ms = update.rows_ms;
-        if update.finish(&self.model.early_rows)? {
-            partial.push(TABLE);
-        }
-        self.note(TABLE, apply.next_version, start);
-        if apply.step > 1 {
-            // Where rows came first, a forward waits for no more than those.
-            let ms = if rows_ms > 0.0 {
-                rows_ms
-            } else {
-                self.ms_since(start)
-            };
-            lock(&self.times).push(UpdateTime { layer: TABLE, ms });
-        }
-        Ok(())
-    }
-
-    fn ms_since(&self, start_ns: u64) -> f64 {
-        (self.trace.now_ns() - start_ns) as f64 / 1e6
-    }
-
-    /// Updates one layer, or leaves it as it is. Whether some elements kept their value because the
-    /// new one was not finite.
-    fn apply_layer(&self, layer: usize, skip: bool, apply: &Apply, never: &Abort) -> Result<bool> {
-        let store = &self.model.store;
-        let start = self.trace.now_ns();
-        // A step that has begun is finished, however long a user holds a parameter.
-        let kept = self.patiently(None, || {
-            if skip {
-                store.skip(layer, apply.next_version, never)?;
-                return Ok(false);
-            }
-            store.apply(layer, apply, never)
-        })?;
-        self.note(layer, apply.next_version, start);
-        // The first update fills memory that the system has only promised; it says nothing about
-        // the others.
-        let is_typical = !skip && apply.step > 1;
-        if is_typical && store.layer(layer).own_trainable().next().is_some() {
-            let ms = self.ms_since(start);
-            lock(&self.times).push(UpdateTime { layer, ms });
-        }
-        Ok(kept)
-    }
-
     fn call(
         &self,
         versions: FunctionVersions,
@@ -899,7 +777,7 @@ impl OptimizerThread {
                 Some(function) => function(params),
                 None => Ok(()),
             })?;
-        self.note(0, versions.next, start);
+        self.note(0, "", versions.next, start);
         if let Some(scaled) = report.scaled {
             scaled
                 .scaler
@@ -918,7 +796,7 @@ impl OptimizerThread {
 
     /// A user may be looking at a parameter just now; an update that could not begin has changed
     /// nothing. It is tried again for so long, or until it begins.
-    fn patiently<R>(
+    pub(super) fn patiently<R>(
         &self,
         patience: Option<Duration>,
         mut update: impl FnMut() -> Result<R>,
@@ -937,14 +815,15 @@ impl OptimizerThread {
         }
     }
 
-    fn note(&self, layer: usize, version: u64, start_ns: u64) {
+    /// Notes an update for the trace; `what` of the layer it was, if not all.
+    pub(super) fn note(&self, layer: usize, what: &str, version: u64, start_ns: u64) {
         self.trace.record(|| Span {
             track: Track {
                 worker: usize::MAX,
                 worker_name: "host".to_owned(),
                 lane: Lane::Optimizer,
             },
-            name: self.model.layers[layer].0.clone(),
+            name: format!("{}{what}", self.model.layers[layer].0),
             category: Category::Optimizer,
             start_ns,
             end_ns: self.trace.now_ns(),

@@ -1,4 +1,4 @@
-//! How many threads an update at lag 1 takes.
+//! How many threads an update at lag 1 takes, and whether one at lag 0 writes weights first.
 //!
 //! Beside the next step an update has time, and its threads take memory bandwidth from copies to the
 //! devices: with all cores, uploads of weights ran at half their rate. So an update takes about as
@@ -60,6 +60,55 @@ impl Pace {
         // from above, step by step.
         let wanted = (self.threads as f64 * update_ms / (SHARE * step_ms)).ceil();
         self.threads = (wanted as usize).clamp(1, self.most);
+    }
+}
+
+/// What weights first and moments later take together, beside an update in one pass: both read
+/// gradients and moments.
+const TWO_PASSES: f64 = 1.4;
+
+/// The part of a step that both passes may take, and the part behind which they are given up again.
+const TWO_PASSES_SHARE: [f64; 2] = [0.7, 0.9];
+
+/// Whether updates at lag 0 write weights first and moments later ([`crate::update`]): a forward waits
+/// for less then, and the host does more. Where nothing leaves time for that, one pass is sooner done.
+pub(super) struct WeightsFirst {
+    forced: Option<bool>,
+    is_on: bool,
+    /// What the last update took, both passes; `None` where it says nothing, or a caller waited for
+    /// its end.
+    update_ms: Option<f64>,
+}
+
+impl WeightsFirst {
+    /// By what updates take, unless it is `forced`.
+    pub fn new(forced: Option<bool>) -> Self {
+        Self {
+            forced,
+            is_on: false,
+            update_ms: None,
+        }
+    }
+
+    /// Whether the update that begins does so, `step_ms` behind the last.
+    pub fn decide(&mut self, step_ms: Option<f64>) -> bool {
+        if let Some(forced) = self.forced {
+            return forced;
+        }
+        let (passes, share) = if self.is_on {
+            (1.0, TWO_PASSES_SHARE[1])
+        } else {
+            (TWO_PASSES, TWO_PASSES_SHARE[0])
+        };
+        let times = self.update_ms.zip(step_ms);
+        self.is_on =
+            times.is_some_and(|(update_ms, step_ms)| passes * update_ms <= share * step_ms);
+        self.is_on
+    }
+
+    /// The last update took so long; `None` where a caller waited for its end.
+    pub fn record(&mut self, update_ms: Option<f64>) {
+        self.update_ms = update_ms;
     }
 }
 
@@ -162,6 +211,27 @@ mod tests {
         assert!(!calm.was_hurried());
         drop(calm);
         assert_eq!(threads.most(), 4);
+    }
+
+    /// Two passes are for steps that leave time for them, and not where a caller waits for their end.
+    #[test]
+    fn weights_come_first_where_there_is_time() {
+        let mut first = WeightsFirst::new(None);
+        assert!(!first.decide(None), "nothing is known");
+        first.record(Some(400.0));
+        assert!(first.decide(Some(1600.0)));
+        // Both passes now.
+        first.record(Some(560.0));
+        assert!(first.decide(Some(1600.0)));
+        assert!(first.decide(Some(640.0)), "it stays for a while");
+        assert!(!first.decide(Some(600.0)));
+        first.record(Some(400.0));
+        assert!(!first.decide(Some(600.0)));
+        first.record(None);
+        assert!(!first.decide(Some(1600.0)));
+        for forced in [false, true] {
+            assert_eq!(WeightsFirst::new(Some(forced)).decide(None), forced);
+        }
     }
 
     /// An update on so many threads, each of which moves `rate`, where memory moves `most` at best.

@@ -35,7 +35,7 @@ pub(super) struct OpenLayer<'a> {
     pub(super) ticket: WriteTicket,
 }
 
-impl OpenLayer<'_> {
+impl<'a> OpenLayer<'a> {
     /// The rule's pass over each parameter; whether some elements kept their value.
     pub(super) fn update(&mut self, store: &Store, rule: Rule, apply: &Apply) -> Result<bool> {
         let settings = apply.settings();
@@ -168,6 +168,16 @@ impl OpenParam<'_> {
         Ok(CutPass { pass, grad, slabs })
     }
 
+    /// Whether a pass can write the weights first and the moments later.
+    pub(super) fn leaves_moments(&self, rule: Rule, group: ParamSettings) -> bool {
+        let rule = group.rule.unwrap_or(rule).with(group);
+        let has_grads = !group.frozen && !self.grads.is_empty();
+        has_grads
+            && self.remainder.is_some()
+            && self.moment_type != MomentType::Bits8
+            && rule.leaves_moments()
+    }
+
     /// The pass of the group's rule, or of the store's.
     pub(super) fn rule_pass(
         &self,
@@ -197,29 +207,10 @@ impl OpenParam<'_> {
             },
             (None, None) => OpenMaster::Weights,
         };
-        let moments = match (stored.state_dtype, self.moment_type) {
-            (DType::F32, MomentType::Bf16) => {
-                let site = RngSite {
-                    seed,
-                    step: pass.settings.step,
-                    // Apart from all that layers draw.
-                    microbatch: u32::MAX,
-                    layer: stored.home.0 as u32,
-                    site: 0,
-                };
-                OpenMoment::random(&mut self.moments, site, stored.home.1)
-            }
-            (DType::F32, MomentType::Bits8) => OpenMoment::codes(&mut self.moments),
-            (dtype, _) => {
-                let plain = self.moments.iter_mut();
-                let plain = plain.map(|moment| OpenMoment::Plain(floats_mut(dtype, moment)));
-                plain.collect()
-            }
-        };
         Ok(OpenSlabs {
             weights: floats_mut(stored.dtype, &mut self.working),
             master,
-            moments,
+            moments: open_moments(stored, self.moment_type, &mut self.moments, pass, seed),
         })
     }
 
@@ -436,6 +427,35 @@ impl Drop for OpenParam<'_> {
     }
 }
 
+/// The moments of a parameter as a pass takes them.
+pub(super) fn open_moments<'m>(
+    stored: &StoredParam,
+    moment_type: MomentType,
+    moments: &'m mut [HostMut],
+    pass: &RulePass,
+    seed: u64,
+) -> Vec<OpenMoment<'m>> {
+    match (stored.state_dtype, moment_type) {
+        (DType::F32, MomentType::Bf16) => {
+            let site = RngSite {
+                seed,
+                step: pass.settings.step,
+                // Apart from all that layers draw.
+                microbatch: u32::MAX,
+                layer: stored.home.0 as u32,
+                site: 0,
+            };
+            OpenMoment::random(moments, site, stored.home.1)
+        }
+        (DType::F32, MomentType::Bits8) => OpenMoment::codes(moments),
+        (dtype, _) => {
+            let plain = moments.iter_mut();
+            let plain = plain.map(|moment| OpenMoment::Plain(floats_mut(dtype, moment)));
+            plain.collect()
+        }
+    }
+}
+
 /// Gives `task` the sum of `grads` chunk by chunk, each with what belongs to it, and collects the
 /// results. A chunk is summed and used by one thread, which `task` goes on with, so the sum stays
 /// in its cache.
@@ -474,6 +494,21 @@ pub(super) fn each_part<T: Send, R: Send>(
         .into_iter()
         .filter_map(|r| unpoisoned(r.into_inner()));
     done.collect()
+}
+
+/// Part of the sum of `grads`: of one gradient as it is, of several in `memory`.
+pub(super) fn summed<'g>(
+    one: &Threads,
+    grads: &'g [(DType, HostRef)],
+    range: Range<usize>,
+    memory: &'g mut Vec<f32>,
+) -> Result<Floats<'g>> {
+    if let [(dtype, grad)] = grads {
+        return Ok(floats(*dtype, grad).range(range));
+    }
+    memory.resize(range.len(), 0.0);
+    sum_into(one, grads, range, memory)?;
+    Ok(Floats::F32(memory))
 }
 
 /// Sums part of `grads` in f32, in their order.

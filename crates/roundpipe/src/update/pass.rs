@@ -3,8 +3,9 @@
 //! A rule computes with f32 masters and moments. Where they are kept otherwise (masters as bf16
 //! weights and remainders, moments in bf16 or in 8 bits), a piece of them is widened, updated and
 //! narrowed again while it is in a core's first cache. Adam and AdamW with moments in f32 or bf16 do
-//! so in the registers of their own pass (`step_split`). Rules that look at whole matrices have the
-//! whole parameter as one piece, which takes 4 bytes per element and kind while it is updated.
+//! so in the registers of their own pass (`step_split`), which may also write the weights first and
+//! the moments later. Rules that look at whole matrices have the whole parameter as one piece, which
+//! takes 4 bytes per element and kind while it is updated.
 //!
 //! # Invariants
 //! - An element's new value does not depend on how its parameter is cut.
@@ -16,7 +17,7 @@ use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::HostMut;
 use roundpipe_tensor::optim::{
     self, BLOCK, DynamicMap, Floats, FloatsMut, RandomMoment, RemaindersMut, SplitAdamMoments,
-    SplitAdamSlabs, StepSettings,
+    SplitAdamSlabs, SplitMomentSlabs, StepSettings, WeightsStep,
 };
 use roundpipe_tensor::{RngKey, RngSite, Shape, bf16};
 
@@ -82,13 +83,30 @@ impl OpenSlabs<'_> {
     /// In pieces of `len` elements, whole blocks of 8-bit codes, for rules whose moments are all as
     /// long as the weights.
     pub fn chunks(&mut self, len: usize) -> impl Iterator<Item = OpenSlabs<'_>> {
-        let moments = self.moments.iter_mut();
-        let mut moments: Vec<_> = moments.map(|moment| moment.chunks(len)).collect();
+        let mut moments = chunks_of_moments(&mut self.moments, len);
         let chunks = self.weights.chunks(len).zip(self.master.chunks(len));
         chunks.map(move |(weights, master)| OpenSlabs {
             weights,
             master,
-            moments: moments.iter_mut().filter_map(Iterator::next).collect(),
+            moments: moments.next().unwrap_or_default(),
+        })
+    }
+
+    /// To Adam's pass that joins and splits masters itself; `None` where there is nothing to join, and
+    /// for moments that it does not take.
+    fn split<'s>(&'s mut self, grad: Floats<'s>) -> Option<SplitAdamSlabs<'s>> {
+        let OpenMaster::Remainder { newest, remainders } = &mut self.master else {
+            return None;
+        };
+        let FloatsMut::BF16(weights) = &mut self.weights else {
+            return None;
+        };
+        Some(SplitAdamSlabs {
+            grad,
+            newest: *newest,
+            remainders: remainders.range(0..weights.len()),
+            weights,
+            moments: split_moments(&mut self.moments)?,
         })
     }
 
@@ -100,6 +118,34 @@ impl OpenSlabs<'_> {
             master: self.master.range(range.clone()),
             moments: moments.map(|moment| moment.range(range.clone())).collect(),
         }
+    }
+}
+
+/// Moments in pieces of `len` elements, those of one piece together.
+pub(super) fn chunks_of_moments<'m>(
+    moments: &'m mut [OpenMoment<'_>],
+    len: usize,
+) -> impl Iterator<Item = Vec<OpenMoment<'m>>> {
+    let moments = moments.iter_mut();
+    let mut moments: Vec<_> = moments.map(|moment| moment.chunks(len)).collect();
+    std::iter::from_fn(move || {
+        let next: Vec<_> = moments.iter_mut().filter_map(Iterator::next).collect();
+        (!next.is_empty()).then_some(next)
+    })
+}
+
+/// The moments of Adam's pass that joins and splits masters itself, in the types that it takes.
+fn split_moments<'m>(moments: &'m mut [OpenMoment<'_>]) -> Option<SplitAdamMoments<'m>> {
+    match moments {
+        [
+            OpenMoment::Plain(FloatsMut::F32(first)),
+            OpenMoment::Plain(FloatsMut::F32(second)),
+        ] => Some(SplitAdamMoments::F32([first, second])),
+        [first, second] => Some(SplitAdamMoments::Bf16([
+            first.as_random()?,
+            second.as_random()?,
+        ])),
+        _ => None,
     }
 }
 
@@ -186,7 +232,8 @@ impl<'a> OpenMoment<'a> {
         }
     }
 
-    fn range(&mut self, range: Range<usize>) -> OpenMoment<'_> {
+    /// Some elements, whole blocks of 8-bit codes.
+    pub fn range(&mut self, range: Range<usize>) -> OpenMoment<'_> {
         match self {
             Self::Plain(values) => OpenMoment::Plain(values.range(range)),
             Self::Random { values, key, first } => OpenMoment::Random {
@@ -320,29 +367,8 @@ impl RulePass {
         grad: Floats<'_>,
         slabs: &mut OpenSlabs<'_>,
     ) -> Result<Option<bool>> {
-        let OpenMaster::Remainder { newest, remainders } = &mut slabs.master else {
+        let Some(slabs) = slabs.split(grad) else {
             return Ok(None);
-        };
-        let FloatsMut::BF16(weights) = &mut slabs.weights else {
-            return Ok(None);
-        };
-        let moments = match &mut slabs.moments[..] {
-            [
-                OpenMoment::Plain(FloatsMut::F32(first)),
-                OpenMoment::Plain(FloatsMut::F32(second)),
-            ] => SplitAdamMoments::F32([first, second]),
-            [first, second] => match (first.as_random(), second.as_random()) {
-                (Some(first), Some(second)) => SplitAdamMoments::Bf16([first, second]),
-                _ => return Ok(None),
-            },
-            _ => return Ok(None),
-        };
-        let slabs = SplitAdamSlabs {
-            grad,
-            newest: *newest,
-            remainders: remainders.range(0..weights.len()),
-            weights,
-            moments,
         };
         let kept = match self.rule {
             Rule::Adam(rule) => rule.step_split(threads, self.settings, slabs)?,
@@ -350,6 +376,29 @@ impl RulePass {
             _ => return Ok(None),
         };
         Ok(Some(kept))
+    }
+
+    /// The part that the weights need of a piece whose moments may come later
+    /// ([`Rule::leaves_moments`]); one thread's.
+    pub fn run_weights(&self, grad: Floats<'_>, mut slabs: OpenSlabs<'_>) -> Result<WeightsStep> {
+        let slabs = slabs.split(grad).expect("weights have remainders");
+        Ok(match self.rule {
+            Rule::Adam(rule) => rule.step_split_weights(self.settings, slabs)?,
+            Rule::AdamW(rule) => rule.step_split_weights(self.settings, slabs)?,
+            _ => unreachable!("`Rule::leaves_moments` looked"),
+        })
+    }
+
+    /// The moments of a piece, of which [`RulePass::run_weights`] has left them.
+    pub fn run_moments(&self, grad: Floats<'_>, moments: &mut [OpenMoment<'_>]) -> Result<()> {
+        let moments = split_moments(moments).expect("`run_weights` had them");
+        let slabs = SplitMomentSlabs { grad, moments };
+        match self.rule {
+            Rule::Adam(rule) => rule.step_split_moments(self.settings, slabs)?,
+            Rule::AdamW(rule) => rule.step_split_moments(self.settings, slabs)?,
+            _ => unreachable!("`Rule::leaves_moments` looked"),
+        }
+        Ok(())
     }
 
     fn run_piece(

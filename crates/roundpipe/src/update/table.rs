@@ -10,16 +10,19 @@
 //! - Every row is updated once.
 //! - The bits are those of an update of the whole table.
 
+use std::ops::Range;
+
 use roundpipe_tensor::DType;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{CHUNK, Floats, FloatsMut};
+use roundpipe_tensor::optim::{CHUNK, FloatsMut};
 
 use super::Apply;
-use super::open::{OpenLayer, each_part, sum_into};
+use super::late::{LateMoments, LateParam};
+use super::open::{OpenLayer, each_part, summed};
 use super::pass::{OpenSlabs, RulePass};
 use crate::error::Result;
-use crate::optim::{MomentType, floats, floats_mut};
+use crate::optim::{MomentType, floats_mut};
 use crate::store::Store;
 use crate::version::Abort;
 
@@ -37,6 +40,8 @@ pub(crate) struct OpenTable<'a> {
     done: Vec<bool>,
     /// Whether some elements kept their value because the rule's was not finite.
     kept: bool,
+    /// Where moments come later, the elements that have theirs all the same.
+    written: Option<Vec<Range<usize>>>,
 }
 
 /// Rows of a table that one thread updates.
@@ -48,6 +53,8 @@ struct TablePart<'a, 'r> {
     rows: &'r [u32],
     /// Where their new weights are copied to.
     staged: Option<FloatsMut<'r>>,
+    /// Whether their moments come later.
+    leaves_moments: bool,
 }
 
 impl Store {
@@ -73,7 +80,8 @@ impl Store {
         Ok(is_updated && !has_blocks && !self.grads_of(table)?.is_empty())
     }
 
-    /// Opens a table that [`Store::updates_by_rows`] takes. All its gradients must have landed.
+    /// Opens a table that [`Store::updates_by_rows`] takes, perhaps to write its moments later. All its
+    /// gradients must have landed.
     ///
     /// # Errors
     /// As [`Store::apply`].
@@ -81,6 +89,7 @@ impl Store {
         &self,
         layer: usize,
         apply: &Apply,
+        weights_first: bool,
         abort: &Abort,
     ) -> Result<OpenTable<'_>> {
         let rule = self.rule_or_refuse()?;
@@ -91,6 +100,7 @@ impl Store {
         table.start_copy(&self.shared.threads)?;
         let group = apply.groups.of(table.stored.home);
         let pass = table.rule_pass(rule, apply.settings(), group);
+        let leaves_moments = weights_first && table.leaves_moments(rule, group);
         let grads = std::mem::take(&mut table.grads);
         let (rows, width) = match pass.shape.dims() {
             [rows, width] => (*rows, *width),
@@ -104,11 +114,12 @@ impl Store {
             width,
             done: vec![false; rows],
             kept: false,
+            written: leaves_moments.then(Vec::new),
         })
     }
 }
 
-impl OpenTable<'_> {
+impl<'a> OpenTable<'a> {
     /// Bytes of a row of weights.
     pub fn row_bytes(&self) -> usize {
         self.width * self.open.params[0].stored.dtype.size()
@@ -145,14 +156,20 @@ impl OpenTable<'_> {
                 first,
                 rows,
                 staged: here,
+                leaves_moments: self.written.is_some(),
             });
         }
         let (pass, grads, done) = (&self.pass, &self.grads, &self.done);
         let width = self.width;
-        let kept = each_part(threads, parts.into_iter(), |one, _, part| {
+        let steps = each_part(threads, parts.into_iter(), |one, _, part| {
             part.update(one, pass, grads, done, width)
         });
-        self.kept |= kept?.contains(&true);
+        for (kept, written) in steps? {
+            self.kept |= kept;
+            self.written
+                .iter_mut()
+                .for_each(|all| all.extend_from_slice(&written));
+        }
         for row in rows {
             self.done[*row as usize] = true;
         }
@@ -160,26 +177,40 @@ impl OpenTable<'_> {
     }
 
     /// Updates all rows that are left, and publishes the layer. Returns whether some elements kept
-    /// their value because the rule's was not finite.
+    /// their value because the rule's was not finite, and the moments that come later.
     ///
     /// # Errors
     /// As [`Store::apply`].
-    pub fn finish(mut self) -> Result<bool> {
+    pub fn finish(mut self) -> Result<(bool, Option<LateMoments<'a>>)> {
         let rows = self.done.iter().enumerate();
         let left: Vec<u32> = rows
             .filter(|(_, is_done)| !**is_done)
             .map(|(row, _)| row as u32)
             .collect();
         self.update_rows(&left, None)?;
-        // The next step's gradients may land once the version is published.
-        drop(self.grads);
-        self.store.finish(self.open)?;
-        Ok(self.kept)
+        let Self {
+            store,
+            mut open,
+            pass,
+            grads,
+            kept,
+            written,
+            ..
+        } = self;
+        let Some(written) = written else {
+            // The next step's gradients may land once the version is published.
+            drop(grads);
+            store.finish(open)?;
+            return Ok((kept, None));
+        };
+        let late = LateParam::new(&mut open.params[0], pass, grads).with_written(written);
+        Ok((kept, store.finish_weights(open, vec![late])?))
     }
 }
 
 impl TablePart<'_, '_> {
-    /// Whether some elements kept their value.
+    /// Whether some elements kept their value, and those whose moments are written although they may
+    /// come later.
     fn update(
         mut self,
         one: &Threads,
@@ -187,8 +218,9 @@ impl TablePart<'_, '_> {
         grads: &[(DType, HostRef)],
         done: &[bool],
         width: usize,
-    ) -> Result<bool> {
+    ) -> Result<(bool, Vec<Range<usize>>)> {
         let mut kept = false;
+        let mut written = Vec::new();
         let mut sum = Vec::new();
         // Neighbours that are not updated yet are one piece.
         let is_next = |a: &u32, b: &u32| b - a == 1 && done[*a as usize] == done[*b as usize];
@@ -199,19 +231,19 @@ impl TablePart<'_, '_> {
             }
             let len = rows.len() * width;
             let at = first * width;
-            let grad = match grads {
-                [(dtype, grad)] => floats(*dtype, grad).range(at..at + len),
-                _ => {
-                    sum.resize(len, 0.0);
-                    sum_into(one, grads, at..at + len, &mut sum)?;
-                    Floats::F32(&sum)
-                }
-            };
+            let grad = summed(one, grads, at..at + len, &mut sum)?;
             let here = at - self.first * width;
-            kept |= pass.run(one, grad, self.slabs.range(here..here + len))?;
+            let slabs = self.slabs.range(here..here + len);
+            if !self.leaves_moments {
+                kept |= pass.run(one, grad, slabs)?;
+                continue;
+            }
+            let step = pass.run_weights(grad, slabs)?;
+            kept |= step.kept;
+            written.extend((!step.moments_left).then_some(at..at + len));
         }
         self.copy_out(width);
-        Ok(kept)
+        Ok((kept, written))
     }
 
     fn copy_out(&mut self, width: usize) {

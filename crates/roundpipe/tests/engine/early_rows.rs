@@ -20,7 +20,7 @@ const ROWS: usize = 70;
 const WIDTH: usize = 32;
 const BATCH: usize = 8;
 const SEQ: usize = 5;
-const STEPS: u64 = 6;
+pub const STEPS: u64 = 6;
 /// So wide that its update takes longer than it takes to submit a call.
 const HIDDEN: usize = 1 << 14;
 
@@ -63,7 +63,7 @@ impl Module for Head {
 }
 
 /// A table, a wide layer, two narrow ones, a head: five layers.
-fn model(dtype: DType, tied: bool) -> Sequential {
+pub fn model(dtype: DType, tied: bool) -> Sequential {
     let mut init = Init::new(3, dtype);
     let table = Embedding::new(&mut init, ROWS, WIDTH, 0.5).unwrap();
     let head = match tied {
@@ -98,12 +98,12 @@ fn loss(cx: &mut Cx, output: Tree, labels: Tree) -> TensorResult<Tensor> {
 }
 
 /// Stages of these sizes forward, the head fused with the loss, all others backward at once.
-fn config(forward: &[usize], grain: Grain) -> RunConfig {
+pub fn config(forward: &[usize], grain: Grain) -> RunConfig {
     let plan = ExecutePlan::from_sizes(PlanKind::Fused, forward, &[1, 4]);
     RunConfig::new().execute_plan(plan).recompute_grain(grain)
 }
 
-fn builder(model: &Sequential, devices: Vec<Arc<dyn Device>>) -> Builder<Sequential> {
+pub fn builder(model: &Sequential, devices: Vec<Arc<dyn Device>>) -> Builder<Sequential> {
     RoundPipe::builder(model.clone())
         .optimizer(Rule::AdamW(AdamW::default()))
         .optimizer_threads(2)
@@ -113,7 +113,7 @@ fn builder(model: &Sequential, devices: Vec<Arc<dyn Device>>) -> Builder<Sequent
         .run_config(RunConfig::default().num_microbatch(3))
 }
 
-fn train(engine: &RoundPipe, step: u64, config: RunConfig) -> u64 {
+pub fn train(engine: &RoundPipe, step: u64, config: RunConfig) -> u64 {
     let call = engine
         .train(tokens(step))
         .labels(tokens(step + 1))
@@ -121,7 +121,7 @@ fn train(engine: &RoundPipe, step: u64, config: RunConfig) -> u64 {
     models::bits(&call.config(config).run().unwrap().losses)
 }
 
-fn clipped() -> Update {
+pub fn clipped() -> Update {
     Update {
         clip: Some(0.5),
         ..Update::new(0.01)
@@ -129,7 +129,7 @@ fn clipped() -> Update {
 }
 
 /// Trains at lag 0; the bits of all losses.
-fn train_all(engine: &RoundPipe, forward: &[usize], grain: Grain) -> Vec<u64> {
+pub fn train_all(engine: &RoundPipe, forward: &[usize], grain: Grain) -> Vec<u64> {
     let mut losses = Vec::new();
     for step in 0..STEPS {
         losses.push(train(engine, step, config(forward, grain)));
@@ -235,7 +235,7 @@ fn other_settings_change_no_bit() {
 /// Everything that may stand between two steps: an evaluation, a call with a token that has no row,
 /// a skipped step, one that is not finite, a function of the user, a step at lag 1, two calls of one
 /// step.
-fn eventful(engine: &RoundPipe) -> Vec<u64> {
+pub fn eventful(engine: &RoundPipe) -> Vec<u64> {
     let config = || config(&[2, 2], Grain::Stage);
     let mut losses = Vec::new();
     for step in 0..9 {

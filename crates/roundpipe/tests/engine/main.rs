@@ -26,4 +26,5 @@ mod repeats;
 mod scaled;
 mod simulation;
 mod state;
+mod weights_first;
 mod written;

@@ -53,7 +53,7 @@ fn train(engine: &RoundPipe, dtype: DType, steps: std::ops::Range<u64>, lag: Lag
     steps.map(step).collect()
 }
 
-fn same_state(a: &TrainingState, b: &TrainingState) -> bool {
+pub fn same_state(a: &TrainingState, b: &TrainingState) -> bool {
     let same = |a: &HostTensor, b: &HostTensor| a.same_bits(b).unwrap();
     let params = a.params.iter().zip(&b.params);
     let mut all = params.map(|((name, a), (other, b))| {

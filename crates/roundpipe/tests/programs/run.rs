@@ -249,6 +249,10 @@ impl<'a> Session<'a> {
         if let Some(rule) = models::rule(spec.rule) {
             builder = builder.optimizer(rule);
         }
+        // Else as it was measured.
+        if spec.seed % 3 < 2 {
+            builder = builder.weights_first(spec.seed % 3 == 1);
+        }
         if spec.grad_f32 {
             builder = builder.grad_dtype(DType::F32);
         }
