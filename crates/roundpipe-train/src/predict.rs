@@ -34,7 +34,7 @@ use crate::error::{Error, Result};
 use crate::host_limit;
 use crate::model::{host_budget, in_files, rule};
 use crate::resolve::Place;
-use crate::settings::{GrainName, Method, MomentsName, Settings};
+use crate::settings::{GrainName, Method, Settings};
 use crate::start;
 
 pub use fit::{Way, ways_to_fit};
@@ -412,7 +412,6 @@ impl Host {
         let is_possible = start::lag(settings) == Lag::Zero
             && !is_host
             && self.budget.masters > 0
-            && settings.moments != MomentsName::Bits8
             && rule(settings).leaves_moments();
         let HostBudget {
             gradients, moments, ..

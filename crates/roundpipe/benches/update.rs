@@ -189,6 +189,11 @@ fn main() -> Result<(), Failure> {
             "bf16 moments later",
             MomentType::Bf16,
         ),
+        (
+            "weights first, 8-bit moments",
+            "8-bit moments later",
+            MomentType::Bits8,
+        ),
     ];
     let mut plain = Plain::new(threads)?;
     let mut kept = Vec::new();

@@ -22,6 +22,7 @@ use std::sync::LazyLock;
 
 use half::bf16;
 
+use super::simd::{LANES, PassIsa, Simd, SlabPass};
 use super::{CHUNK, check_len, for_each};
 use crate::cpu::threads::Threads;
 use crate::error::Result;
@@ -71,17 +72,22 @@ pub enum DynamicMap {
 struct Table {
     /// In ascending order.
     values: [f32; 256],
-    /// By the upper bits of a number's pattern: the code nearest to the number of least magnitude in
-    /// the bin.
-    first: Vec<u8>,
+    /// By the upper bits of a number's pattern, in the upper half the code nearest to the number of
+    /// least magnitude in the bin, in the lower half the lower bits of the last number in the bin with
+    /// that code. All others have the next code away from 0.
+    bins: Box<[u32; 2 * SIDE]>,
     zero: u8,
 }
 
-/// Bits of the mantissa that choose a bin: so many that no bin holds more than two nearest codes.
-const BIN_BITS: u32 = 7;
 /// Magnitudes below 2^-23 are nearest to 0 in both maps.
 const LEAST_EXPONENT: u32 = 127 - 23;
-const BINS: usize = (128 - LEAST_EXPONENT as usize) << BIN_BITS;
+/// A bin has numbers of the same upper 16 bits: so few that it holds no more than two nearest codes.
+/// The first bin has all that is smaller than those.
+const FIRST_BIN: u32 = (LEAST_EXPONENT << 7) - 1;
+/// The last has 1, the largest number there is.
+const LAST_BIN: u32 = 127 << 7;
+/// Places of the bins of one sign; a power of two, so that no place is out of bounds.
+const SIDE: usize = 1 << 12;
 
 impl DynamicMap {
     /// The 256 values, in ascending order.
@@ -103,52 +109,54 @@ impl Table {
     fn new(is_signed: bool) -> Self {
         let values = dynamic_values(is_signed);
         let zero = values.partition_point(|value| *value < 0.0) as u8;
-        let mut table = Self {
-            values,
-            first: Vec::with_capacity(2 * BINS),
-            zero,
-        };
-        for sign in [0u32, 1 << 31] {
-            for bin in 0..BINS as u32 {
-                let magnitude = (LEAST_EXPONENT << 23) + (bin << (23 - BIN_BITS));
-                let bits = sign | magnitude;
-                let code = nearest(&table.values, f32::from_bits(bits));
-                table.first.push(code);
+        let mut bins = Box::new([u32::from(zero) << 16 | 0xffff; 2 * SIDE]);
+        for (side, sign) in [0, 1 << 31].into_iter().enumerate() {
+            for bin in FIRST_BIN + 1..=LAST_BIN {
+                let place = side * SIDE + (bin - FIRST_BIN) as usize;
+                bins[place] = bin_of(&values, sign | bin << 16);
             }
         }
-        table
+        Self { values, bins, zero }
     }
 
     /// The code of a number between -1 and 1.
     #[inline(always)]
     fn code(&self, x: f32) -> u8 {
         let bits = x.to_bits();
-        let magnitude = (bits & 0x7fff_ffff) >> (23 - BIN_BITS);
-        let Some(bin) = magnitude.checked_sub(LEAST_EXPONENT << BIN_BITS) else {
-            return self.zero;
-        };
-        let is_negative = bits >> 31 == 1;
-        let place = bin as usize + if is_negative { BINS } else { 0 };
-        let Some(&code) = self.first.get(place) else {
-            return if is_negative { 0 } else { u8::MAX };
-        };
-        // From there away from 0, one code at most.
-        if is_negative {
-            let next = code.saturating_sub(1);
-            // The lower one of two that are as near.
-            let is_nearer = x - self.at(next) <= self.at(code) - x;
-            if is_nearer { next } else { code }
+        let magnitude = bits & 0x7fff_ffff;
+        let is_negative = bits >> 31;
+        let bin = (magnitude >> 16).clamp(FIRST_BIN, LAST_BIN) - FIRST_BIN;
+        let place = (bin + is_negative * SIDE as u32) as usize % (2 * SIDE);
+        let entry = self.bins[place];
+        let is_next = u32::from(magnitude & 0xffff > entry & 0xffff);
+        let code = entry >> 16;
+        (if is_negative == 1 {
+            code.wrapping_sub(is_next)
         } else {
-            let next = code.saturating_add(1);
-            let is_nearer = self.at(next) - x < x - self.at(code);
-            if is_nearer { next } else { code }
-        }
+            code + is_next
+        }) as u8
     }
 
     #[inline(always)]
     fn at(&self, code: u8) -> f32 {
         self.values[usize::from(code)]
     }
+}
+
+/// The entry of a bin; `first` is the pattern of its number of least magnitude.
+fn bin_of(values: &[f32; 256], first: u32) -> u32 {
+    let code_at = |low: u32| nearest(values, f32::from_bits(first | low));
+    let code = code_at(0);
+    let (mut last, mut beyond) = (0, 0x1_0000);
+    while beyond - last > 1 {
+        let middle = (last + beyond) / 2;
+        if code_at(middle) == code {
+            last = middle;
+        } else {
+            beyond = middle;
+        }
+    }
+    u32::from(code) << 16 | last
 }
 
 /// The values of bitsandbytes' `create_dynamic_map`: seven decades, each with twice as many values as
@@ -210,34 +218,87 @@ pub fn quantize(
         .chunks(CHUNK)
         .zip(codes.chunks_mut(CHUNK))
         .zip(scales.chunks_mut(CHUNK / BLOCK));
-    let table = map.table();
+    let isa = PassIsa::best();
     for_each(threads, chunks, |((values, codes), scales)| {
-        let blocks = values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK));
-        for ((values, codes), scale) in blocks.zip(scales) {
-            *scale = quantize_block(table, values, codes);
-        }
+        isa.run(QuantizePass {
+            table: map.table(),
+            values,
+            codes,
+            scales,
+        });
     });
     Ok(())
 }
 
+/// One chunk of values that become codes.
+struct QuantizePass<'a> {
+    table: &'a Table,
+    values: &'a [f32],
+    codes: &'a mut [u8],
+    scales: &'a mut [f32],
+}
+
+impl SlabPass for QuantizePass<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let blocks = self.values.chunks(BLOCK).zip(self.codes.chunks_mut(BLOCK));
+        for ((values, codes), scale) in blocks.zip(self.scales) {
+            *scale = quantize_block(self.table, values, codes);
+        }
+    }
+}
+
 /// Writes the codes of a block; its scale.
+#[inline(always)]
 fn quantize_block(table: &Table, values: &[f32], codes: &mut [u8]) -> f32 {
-    let scale = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let scale = largest_magnitude(values);
     if scale == 0.0 {
         codes.fill(table.zero);
         return 0.0;
     }
     let factor = 1.0 / scale;
-    for (value, code) in values.iter().zip(codes) {
-        // The inverse of a magnitude below 2^-126 may be no f32.
-        let x = if factor.is_finite() {
-            value * factor
-        } else {
-            value / scale
-        };
-        *code = table.code(x.clamp(-1.0, 1.0));
+    // The inverse of a magnitude below 2^-126 may be no f32.
+    if factor.is_finite() {
+        write_codes(table, values, codes, |value| value * factor);
+    } else {
+        write_codes(table, values, codes, |value| value / scale);
     }
     scale
+}
+
+/// Writes the codes of values, each scaled to between -1 and 1.
+#[inline(always)]
+fn write_codes(table: &Table, values: &[f32], codes: &mut [u8], scaled: impl Fn(f32) -> f32) {
+    let (values, values_rest) = values.as_chunks::<LANES>();
+    let (codes, codes_rest) = codes.as_chunks_mut::<LANES>();
+    for (values, codes) in values.iter().zip(codes) {
+        // To memory of their own first: the compiler does not know that codes are no table.
+        let mut new = [0; LANES];
+        for (value, code) in values.iter().zip(&mut new) {
+            *code = table.code(scaled(*value).clamp(-1.0, 1.0));
+        }
+        *codes = new;
+    }
+    for (value, code) in values_rest.iter().zip(codes_rest) {
+        *code = table.code(scaled(*value).clamp(-1.0, 1.0));
+    }
+}
+
+#[inline(always)]
+fn largest_magnitude(values: &[f32]) -> f32 {
+    // By lanes, which the compiler cannot do by itself: it would be another order.
+    let mut most = [0.0f32; LANES];
+    let (whole, rest) = values.as_chunks::<LANES>();
+    for values in whole {
+        for (most, value) in most.iter_mut().zip(values) {
+            let magnitude = value.abs();
+            *most = if magnitude > *most { magnitude } else { *most };
+        }
+    }
+    let all = most.iter().chain(rest);
+    all.fold(0.0, |most, value| most.max(value.abs()))
 }
 
 /// Writes the values of codes.
@@ -262,16 +323,38 @@ pub fn dequantize(
         .chunks(CHUNK)
         .zip(scales.chunks(CHUNK / BLOCK))
         .zip(values.chunks_mut(CHUNK));
-    let table = map.table();
+    let isa = PassIsa::best();
     for_each(threads, chunks, |((codes, scales), values)| {
-        let blocks = codes.chunks(BLOCK).zip(values.chunks_mut(BLOCK));
-        for ((codes, values), scale) in blocks.zip(scales) {
-            for (code, value) in codes.iter().zip(values) {
-                *value = table.at(*code) * scale;
-            }
-        }
+        isa.run(DequantizePass {
+            table: map.table(),
+            codes,
+            scales,
+            values,
+        });
     });
     Ok(())
+}
+
+/// One chunk of codes that become values.
+struct DequantizePass<'a> {
+    table: &'a Table,
+    codes: &'a [u8],
+    scales: &'a [f32],
+    values: &'a mut [f32],
+}
+
+impl SlabPass for DequantizePass<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let blocks = self.codes.chunks(BLOCK).zip(self.values.chunks_mut(BLOCK));
+        for ((codes, values), scale) in blocks.zip(self.scales) {
+            for (code, value) in codes.iter().zip(values) {
+                *value = self.table.at(*code) * scale;
+            }
+        }
+    }
 }
 
 /// Writes `src` to `dst`, each element rounded to one of its two neighbours in bf16, the nearer one

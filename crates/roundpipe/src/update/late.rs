@@ -24,7 +24,7 @@ use roundpipe_tensor::optim::{CHUNK, WeightsStep};
 
 use super::Apply;
 use super::open::{OpenLayer, OpenParam, each_part, open_moments, summed};
-use super::pass::{OpenMoment, OpenSlabs, RulePass, chunks_of_moments};
+use super::pass::{OpenMoment, OpenSlabs, RulePass, chunks_of_moments, ranges_of_moments};
 use crate::error::Result;
 use crate::optim::{MomentType, Rule};
 use crate::store::{Store, StoredParam};
@@ -238,7 +238,7 @@ impl WeightsPart<'_> {
     fn run(self, one: &Threads) -> Result<WeightsStep> {
         let mut sum = Vec::new();
         let grad = summed(one, self.grads, self.range, &mut sum)?;
-        self.pass.run_weights(grad, self.slabs)
+        self.pass.run_weights(one, grad, self.slabs)
     }
 }
 
@@ -307,10 +307,9 @@ impl MomentsPart<'_> {
         }
         let first = self.range.start;
         let here = range.start - first..range.end - first;
-        let moments = self.moments.iter_mut();
-        let mut moments: Vec<_> = moments.map(|moment| moment.range(here.clone())).collect();
+        let mut moments = ranges_of_moments(&mut self.moments, &here);
         let mut sum = Vec::new();
         let grad = summed(one, self.grads, range, &mut sum)?;
-        self.pass.run_moments(grad, &mut moments)
+        self.pass.run_moments(one, grad, &mut moments)
     }
 }

@@ -172,10 +172,7 @@ impl OpenParam<'_> {
     pub(super) fn leaves_moments(&self, rule: Rule, group: ParamSettings) -> bool {
         let rule = group.rule.unwrap_or(rule).with(group);
         let has_grads = !group.frozen && !self.grads.is_empty();
-        has_grads
-            && self.remainder.is_some()
-            && self.moment_type != MomentType::Bits8
-            && rule.leaves_moments()
+        has_grads && self.remainder.is_some() && rule.leaves_moments()
     }
 
     /// The pass of the group's rule, or of the store's.

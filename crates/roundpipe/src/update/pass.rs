@@ -112,11 +112,10 @@ impl OpenSlabs<'_> {
 
     /// Some elements, from a multiple of 16 on, for rules as above and moments of no blocks.
     pub fn range(&mut self, range: Range<usize>) -> OpenSlabs<'_> {
-        let moments = self.moments.iter_mut();
         OpenSlabs {
             weights: self.weights.range(range.clone()),
             master: self.master.range(range.clone()),
-            moments: moments.map(|moment| moment.range(range.clone())).collect(),
+            moments: ranges_of_moments(&mut self.moments, &range),
         }
     }
 }
@@ -132,6 +131,15 @@ pub(super) fn chunks_of_moments<'m>(
         let next: Vec<_> = moments.iter_mut().filter_map(Iterator::next).collect();
         (!next.is_empty()).then_some(next)
     })
+}
+
+/// Some elements of each moment.
+pub(super) fn ranges_of_moments<'m>(
+    moments: &'m mut [OpenMoment<'_>],
+    range: &Range<usize>,
+) -> Vec<OpenMoment<'m>> {
+    let moments = moments.iter_mut();
+    moments.map(|moment| moment.range(range.clone())).collect()
 }
 
 /// The moments of Adam's pass that joins and splits masters itself, in the types that it takes.
@@ -378,9 +386,71 @@ impl RulePass {
         Ok(Some(kept))
     }
 
-    /// The part that the weights need of a piece whose moments may come later
+    /// The part that the weights need of a chunk whose moments may come later
     /// ([`Rule::leaves_moments`]); one thread's.
-    pub fn run_weights(&self, grad: Floats<'_>, mut slabs: OpenSlabs<'_>) -> Result<WeightsStep> {
+    pub fn run_weights(
+        &self,
+        one: &Threads,
+        grad: Floats<'_>,
+        mut slabs: OpenSlabs<'_>,
+    ) -> Result<WeightsStep> {
+        let len = slabs.weights.len();
+        if slabs.split(grad).is_some() {
+            return self.step_weights(grad, &mut slabs);
+        }
+        let mut wide = Wide::new(&slabs, len.min(PIECE));
+        let mut all = WeightsStep {
+            kept: false,
+            moments_left: true,
+        };
+        for range in pieces(len) {
+            let grad_here = grad.range(range.clone());
+            if !all.moments_left {
+                all.kept |= self.run_piece(one, grad_here, range, &mut slabs, &mut wide)?;
+                continue;
+            }
+            wide.moments.widen(one, &range, &slabs.moments, len)?;
+            let step = self.step_weights(grad_here, &mut wide.piece(&range, &mut slabs))?;
+            all.kept |= step.kept;
+            if step.moments_left {
+                continue;
+            }
+            // This piece has its moments, those before it have not.
+            wide.moments.narrow(one, &range, &mut slabs.moments, len)?;
+            let before = 0..range.start;
+            let mut moments = ranges_of_moments(&mut slabs.moments, &before);
+            self.run_moments(one, grad.range(before), &mut moments)?;
+            all.moments_left = false;
+        }
+        Ok(all)
+    }
+
+    /// The moments of a chunk, of which [`RulePass::run_weights`] has left them.
+    pub fn run_moments(
+        &self,
+        one: &Threads,
+        grad: Floats<'_>,
+        moments: &mut [OpenMoment<'_>],
+    ) -> Result<()> {
+        if let Some(moments) = split_moments(moments) {
+            return self.step_moments(SplitMomentSlabs { grad, moments });
+        }
+        let len = grad.len();
+        let mut wide = WideMoments::new(moments, len.min(PIECE), len);
+        for range in pieces(len) {
+            wide.widen(one, &range, moments, len)?;
+            let mut here = wide.open(&range, moments, len);
+            let moments_here = split_moments(&mut here).expect("they are f32 now");
+            self.step_moments(SplitMomentSlabs {
+                grad: grad.range(range.clone()),
+                moments: moments_here,
+            })?;
+            wide.narrow(one, &range, moments, len)?;
+        }
+        Ok(())
+    }
+
+    fn step_weights(&self, grad: Floats<'_>, slabs: &mut OpenSlabs<'_>) -> Result<WeightsStep> {
         let slabs = slabs.split(grad).expect("weights have remainders");
         Ok(match self.rule {
             Rule::Adam(rule) => rule.step_split_weights(self.settings, slabs)?,
@@ -389,10 +459,7 @@ impl RulePass {
         })
     }
 
-    /// The moments of a piece, of which [`RulePass::run_weights`] has left them.
-    pub fn run_moments(&self, grad: Floats<'_>, moments: &mut [OpenMoment<'_>]) -> Result<()> {
-        let moments = split_moments(moments).expect("`run_weights` had them");
-        let slabs = SplitMomentSlabs { grad, moments };
+    fn step_moments(&self, slabs: SplitMomentSlabs<'_>) -> Result<()> {
         match self.rule {
             Rule::Adam(rule) => rule.step_split_moments(self.settings, slabs)?,
             Rule::AdamW(rule) => rule.step_split_moments(self.settings, slabs)?,
@@ -410,7 +477,15 @@ impl RulePass {
         wide: &mut Wide,
     ) -> Result<bool> {
         let len = slabs.weights.len();
-        wide.widen(threads, &range, slabs)?;
+        wide.moments.widen(threads, &range, &slabs.moments, len)?;
+        let split = self.run_split(threads, grad, &mut wide.piece(&range, slabs))?;
+        if let Some(kept) = split {
+            let narrowed = wide
+                .moments
+                .narrow(threads, &range, &mut slabs.moments, len)?;
+            return Ok(kept || narrowed);
+        }
+        wide.widen_master(threads, &range, slabs)?;
         let (master, working) = match (&mut slabs.master, &mut slabs.weights) {
             (OpenMaster::Weights, FloatsMut::F32(master)) => (&mut master[range.clone()], None),
             (OpenMaster::Weights, _) => (&mut wide.master[..range.len()], None),
@@ -423,30 +498,32 @@ impl RulePass {
                 Some(weights.range(range.clone())),
             ),
         };
-        let moments = slabs.moments.iter_mut().zip(&mut wide.moments);
-        let moments = moments.map(|(moment, wide)| {
-            let part = moment.part(&range, len);
-            match moment {
-                OpenMoment::Plain(FloatsMut::F32(moment)) => &mut moment[part],
-                _ => &mut wide[..part.len()],
-            }
-        });
         let update = Slabs {
             shape: self.shape,
             grad,
             master,
-            moments: moments.collect(),
+            moments: wide.moments.slices(&range, &mut slabs.moments, len),
             working,
         };
         let kept = self.rule.update(threads, self.settings, update)?;
-        Ok(wide.narrow(threads, &range, slabs)? || kept)
+        let narrowed = wide.narrow_master(threads, &range, slabs)?
+            | wide
+                .moments
+                .narrow(threads, &range, &mut slabs.moments, len)?;
+        Ok(kept || narrowed)
     }
+}
+
+/// The pieces of so many elements.
+fn pieces(len: usize) -> impl Iterator<Item = Range<usize>> {
+    let starts = (0..len).step_by(PIECE);
+    starts.map(move |start| start..len.min(start + PIECE))
 }
 
 /// f32 copies of a piece of what is kept otherwise; empty where it is f32.
 struct Wide {
     master: Vec<f32>,
-    moments: Vec<Vec<f32>>,
+    moments: WideMoments,
 }
 
 impl Wide {
@@ -455,24 +532,32 @@ impl Wide {
             (OpenMaster::Copy(_), _) | (OpenMaster::Weights, FloatsMut::F32(_)) => 0,
             _ => piece,
         };
-        let moment = |moment: &OpenMoment<'_>| match moment {
-            OpenMoment::Plain(FloatsMut::F32(_)) => Vec::new(),
-            _ => vec![0.0; moment.part(&(0..piece), slabs.weights.len()).len()],
-        };
         Self {
             master: vec![0.0; master],
-            moments: slabs.moments.iter().map(moment).collect(),
+            moments: WideMoments::new(&slabs.moments, piece, slabs.weights.len()),
         }
     }
 
-    /// Widens a piece.
-    fn widen(
+    /// A piece with its moments as they were widened.
+    fn piece<'p>(
+        &'p mut self,
+        range: &Range<usize>,
+        slabs: &'p mut OpenSlabs<'_>,
+    ) -> OpenSlabs<'p> {
+        let len = slabs.weights.len();
+        OpenSlabs {
+            weights: slabs.weights.range(range.clone()),
+            master: slabs.master.range(range.clone()),
+            moments: self.moments.open(range, &mut slabs.moments, len),
+        }
+    }
+
+    fn widen_master(
         &mut self,
         threads: &Threads,
         range: &Range<usize>,
         slabs: &OpenSlabs<'_>,
     ) -> Result<()> {
-        let len = slabs.weights.len();
         let master = self.master.get_mut(..range.len()).unwrap_or_default();
         match (&slabs.master, &slabs.weights) {
             (OpenMaster::Copy(_), _) | (OpenMaster::Weights, FloatsMut::F32(_)) => {}
@@ -490,7 +575,52 @@ impl Wide {
                 optim::join(threads, &weights[range.clone()], remainders, master)?;
             }
         }
-        for (moment, wide) in slabs.moments.iter().zip(&mut self.moments) {
+        Ok(())
+    }
+
+    /// Takes masters back. Whether an element kept what it had because the new one was not finite.
+    fn narrow_master(
+        &self,
+        threads: &Threads,
+        range: &Range<usize>,
+        slabs: &mut OpenSlabs<'_>,
+    ) -> Result<bool> {
+        let master = self.master.get(..range.len()).unwrap_or_default();
+        match (&mut slabs.master, &mut slabs.weights) {
+            (OpenMaster::Copy(_), _) | (OpenMaster::Weights, FloatsMut::F32(_)) => {}
+            (OpenMaster::Weights, narrow) => {
+                return Ok(optim::narrow(threads, master, narrow.range(range.clone()))?);
+            }
+            // The rule has written the weights.
+            (OpenMaster::Remainder { remainders, .. }, _) => {
+                optim::split(threads, master, None, remainders.range(range.clone()))?;
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// f32 copies of a piece of each moment that is kept otherwise. `len` is the parameter's length or the
+/// chunk's.
+struct WideMoments(Vec<Vec<f32>>);
+
+impl WideMoments {
+    fn new(moments: &[OpenMoment<'_>], piece: usize, len: usize) -> Self {
+        let wide = |moment: &OpenMoment<'_>| match moment {
+            OpenMoment::Plain(FloatsMut::F32(_)) => Vec::new(),
+            _ => vec![0.0; moment.part(&(0..piece), len).len()],
+        };
+        Self(moments.iter().map(wide).collect())
+    }
+
+    fn widen(
+        &mut self,
+        threads: &Threads,
+        range: &Range<usize>,
+        moments: &[OpenMoment<'_>],
+        len: usize,
+    ) -> Result<()> {
+        for (moment, wide) in moments.iter().zip(&mut self.0) {
             let part = moment.part(range, len);
             let wide = wide.get_mut(..part.len()).unwrap_or_default();
             moment.widen(threads, part, wide)?;
@@ -503,26 +633,46 @@ impl Wide {
         &self,
         threads: &Threads,
         range: &Range<usize>,
-        slabs: &mut OpenSlabs<'_>,
+        moments: &mut [OpenMoment<'_>],
+        len: usize,
     ) -> Result<bool> {
-        let len = slabs.weights.len();
         let mut kept = false;
-        let master = self.master.get(..range.len()).unwrap_or_default();
-        match (&mut slabs.master, &mut slabs.weights) {
-            (OpenMaster::Copy(_), _) | (OpenMaster::Weights, FloatsMut::F32(_)) => {}
-            (OpenMaster::Weights, narrow) => {
-                kept |= optim::narrow(threads, master, narrow.range(range.clone()))?;
-            }
-            // The rule has written the weights.
-            (OpenMaster::Remainder { remainders, .. }, _) => {
-                optim::split(threads, master, None, remainders.range(range.clone()))?;
-            }
-        }
-        for (moment, wide) in slabs.moments.iter_mut().zip(&self.moments) {
+        for (moment, wide) in moments.iter_mut().zip(&self.0) {
             let part = moment.part(range, len);
             let wide = wide.get(..part.len()).unwrap_or_default();
             kept |= moment.narrow(threads, part, wide)?;
         }
         Ok(kept)
+    }
+
+    /// A piece in f32: the copies, or the moments where they are f32.
+    fn slices<'p>(
+        &'p mut self,
+        range: &Range<usize>,
+        moments: &'p mut [OpenMoment<'_>],
+        len: usize,
+    ) -> Vec<&'p mut [f32]> {
+        let moments = moments.iter_mut().zip(&mut self.0);
+        let slices = moments.map(|(moment, wide)| {
+            let part = moment.part(range, len);
+            match moment {
+                OpenMoment::Plain(FloatsMut::F32(moment)) => &mut moment[part],
+                _ => &mut wide[..part.len()],
+            }
+        });
+        slices.collect()
+    }
+
+    /// The same as moments of a pass.
+    fn open<'p>(
+        &'p mut self,
+        range: &Range<usize>,
+        moments: &'p mut [OpenMoment<'_>],
+        len: usize,
+    ) -> Vec<OpenMoment<'p>> {
+        let slices = self.slices(range, moments, len).into_iter();
+        slices
+            .map(|slice| OpenMoment::Plain(FloatsMut::F32(slice)))
+            .collect()
     }
 }

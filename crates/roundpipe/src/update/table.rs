@@ -238,7 +238,7 @@ impl TablePart<'_, '_> {
                 kept |= pass.run(one, grad, slabs)?;
                 continue;
             }
-            let step = pass.run_weights(grad, slabs)?;
+            let step = pass.run_weights(one, grad, slabs)?;
             kept |= step.kept;
             written.extend((!step.moments_left).then_some(at..at + len));
         }

@@ -68,7 +68,7 @@ fn moments_that_come_later_change_no_bit() {
             b.grad_dtype(DType::F32)
         }),
         ("groups", DType::BF16, 4, groups),
-        ("8-bit moments", DType::BF16, 4, |b| {
+        ("8-bit moments", DType::BF16, 5, |b| {
             b.moments(MomentType::Bits8)
         }),
         ("an L2 penalty", DType::BF16, 0, l2),
