@@ -31,7 +31,7 @@ use crate::update::OptimParams;
 pub struct StepHandle(Arc<Outcome>);
 
 impl StepHandle {
-    /// Waits until it is done.
+    /// Waits until it is done. (Moments may still be written then, which what reads them waits for.)
     ///
     /// # Errors
     /// What went wrong in it or in the calls before it; the engine's next call returns it

@@ -140,6 +140,8 @@ enum StepPhase {
     Waiting,
     /// All gradients are there: it will happen.
     Begun,
+    /// All weights are there; moments may still be written.
+    Updated(StepReport),
     Done(StepReport),
     /// It will not happen; the calls submitted after it are being failed.
     Failing,
@@ -199,10 +201,10 @@ impl Outcome {
         self.wait_for(found)
     }
 
-    /// The report, when it is done; the error, once, when it failed.
+    /// The report, when all weights are there; the error, once, when it failed.
     pub fn wait(&self) -> Result<StepReport> {
         self.hurry_for(|phase| match phase {
-            StepPhase::Done(report) => Some(Ok(*report)),
+            StepPhase::Updated(report) | StepPhase::Done(report) => Some(Ok(*report)),
             StepPhase::Failed(error) => Some(Err(error.take().unwrap_or_else(failed_before))),
             _ => None,
         })
@@ -211,7 +213,7 @@ impl Outcome {
     /// Waits until it is sure to happen.
     pub fn wait_begun(&self) -> Result<()> {
         self.wait_for(|phase| match phase {
-            StepPhase::Begun | StepPhase::Done(_) => Some(Ok(())),
+            StepPhase::Begun | StepPhase::Updated(_) | StepPhase::Done(_) => Some(Ok(())),
             StepPhase::Failed(error) => Some(Err(error.take().unwrap_or_else(failed_before))),
             StepPhase::Waiting | StepPhase::Failing => None,
         })
@@ -222,7 +224,9 @@ impl Outcome {
         self.hurry_for(|phase| match phase {
             StepPhase::Done(_) => Some(true),
             StepPhase::Failed(_) => Some(false),
-            StepPhase::Waiting | StepPhase::Begun | StepPhase::Failing => None,
+            StepPhase::Waiting | StepPhase::Begun | StepPhase::Updated(_) | StepPhase::Failing => {
+                None
+            }
         })
     }
 
@@ -231,7 +235,7 @@ impl Outcome {
         matches!(*self.lock(), StepPhase::Failing | StepPhase::Failed(_))
     }
 
-    /// What it saw, once it is done.
+    /// What it saw, once nothing of it is left to do.
     pub fn report(&self) -> Option<StepReport> {
         match &*self.lock() {
             StepPhase::Done(report) => Some(*report),
@@ -736,27 +740,43 @@ impl OptimizerThread {
                 by_rows: store.updates_by_rows(TABLE, &apply)?,
             },
         };
-        let update = StepUpdate::new(self, &apply, &never);
-        let first_partial = update.run(how, || outcome.set(StepPhase::Begun))?;
-        store.set_steps(step);
+        let mut update = StepUpdate::new(self, &apply, &never);
+        let updated = update.run(how, || outcome.set(StepPhase::Begun));
+        let report = updated.map(|first_partial| {
+            let report = StepReport {
+                step,
+                grad_norm: decision.grad_norm,
+                skipped: decision.skip,
+                partial: first_partial.is_some(),
+            };
+            self.end_update(first_partial, report, version, work.scaler);
+            outcome.set(StepPhase::Updated(report));
+            report
+        });
+        update.finish().and(report)
+    }
+
+    /// All weights of a step are there.
+    fn end_update(
+        &self,
+        first_partial: Option<usize>,
+        report: StepReport,
+        version: u64,
+        scaler: Option<(GradScaler, f64)>,
+    ) {
+        self.model.store.set_steps(report.step);
         match first_partial {
             Some(layer) => self.streak.add(format!(
                 "the first is the update of {}",
                 self.layer_name(layer)
             )),
-            None if !decision.skip => self.streak.end(),
+            None if !report.skipped => self.streak.end(),
             None => {}
         }
-        if let Some((scaler, used)) = work.scaler {
-            scaler.update_at(version, used, decision.skip);
+        if let Some((scaler, used)) = scaler {
+            scaler.update_at(version, used, report.skipped);
             *lock(&self.scaler) = Some(scaler);
         }
-        Ok(StepReport {
-            step,
-            grad_norm: decision.grad_norm,
-            skipped: decision.skip,
-            partial: first_partial.is_some(),
-        })
     }
 
     fn call(
@@ -833,5 +853,43 @@ impl OptimizerThread {
             microbatch: None,
             bytes: None,
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use roundpipe_tensor::cpu::threads::Threads;
+
+    use super::*;
+
+    /// Who asks for a report has it as soon as all weights are there, and hurries nothing then; who
+    /// needs the whole step waits for its end.
+    #[test]
+    fn a_report_does_not_wait_for_moments() {
+        let threads = Threads::new(Some(4)).unwrap();
+        let urgency = Urgency::new(threads.clone());
+        let outcome = Outcome::new(1, 1, &urgency);
+        let update = urgency.begin(3);
+        let report = StepReport {
+            step: 1,
+            grad_norm: 0.5,
+            skipped: false,
+            partial: false,
+        };
+        outcome.set(StepPhase::Updated(report));
+        outcome.wait_begun().unwrap();
+        assert_eq!(outcome.wait().unwrap(), report);
+        assert!(outcome.report().is_none(), "it is not over");
+        assert!(!update.was_hurried());
+        std::thread::scope(|scope| {
+            let over = scope.spawn(|| outcome.wait_over());
+            while threads.most() < 4 {
+                std::thread::yield_now();
+            }
+            assert!(update.was_hurried() && !over.is_finished());
+            outcome.set(StepPhase::Done(report));
+            assert!(over.join().unwrap());
+        });
+        assert_eq!(outcome.report(), Some(report));
     }
 }

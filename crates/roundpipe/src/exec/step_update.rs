@@ -12,7 +12,7 @@
 //! # Invariants
 //! - An update that has begun is finished, however long a user holds a parameter.
 //! - No bit depends on the order.
-//! - When it ends, moments are written and gradients are read.
+//! - When it is finished, moments are written and gradients are read.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::early_rows::{TABLE, TableUpdate};
 use super::optimizer_thread::{OptimizerOptions, OptimizerThread, UpdateTime};
-use super::pace::{Pace, WeightsFirst};
+use super::pace::{Pace, PacedUpdate, WeightsFirst};
 use crate::error::Result;
 use crate::sync::lock;
 use crate::update::{Apply, LateMoments};
@@ -82,6 +82,8 @@ pub(super) struct StepUpdate<'a> {
     thread: &'a OptimizerThread,
     apply: &'a Apply,
     never: &'a Abort,
+    /// Of one that the next forward waits for: when it began, and with which threads.
+    ahead: Option<(Instant, PacedUpdate<'a>)>,
     /// The moments that are left; `None` where layers are updated whole.
     late: Option<Vec<LateMoments<'a>>>,
     /// Layers of which some elements kept their value because the new one was not finite.
@@ -95,18 +97,20 @@ impl<'a> StepUpdate<'a> {
             thread,
             apply,
             never,
+            ahead: None,
             late: None,
             partial: Vec::new(),
         }
     }
 
-    /// Updates all layers, and calls `begun` before the first is about to change: from there on the
-    /// step is made, and a caller at lag 0 may go on. Returns the first layer of which some elements
-    /// kept their value because the new one was not finite.
+    /// Updates the weights of all layers, and calls `begun` before the first is about to change: from
+    /// there on the step is made, and a caller at lag 0 may go on. Returns the first layer of which
+    /// some elements kept their value because the new one was not finite. [`StepUpdate::finish`] must
+    /// follow, whatever came of this.
     ///
     /// # Errors
     /// What the rule refuses.
-    pub fn run(mut self, order: UpdateOrder, begun: impl FnOnce()) -> Result<Option<usize>> {
+    pub fn run(&mut self, order: UpdateOrder, begun: impl FnOnce()) -> Result<Option<usize>> {
         let version = self.apply.next_version;
         // Before the caller goes on, who may ask for rows at once.
         let by_rows = order == UpdateOrder::Ahead { by_rows: true }
@@ -117,7 +121,32 @@ impl<'a> StepUpdate<'a> {
             UpdateOrder::Beside => self.update_beside()?,
             UpdateOrder::Ahead { .. } => self.update_ahead(by_rows)?,
         }
-        Ok(self.partial.into_iter().min())
+        Ok(self.partial.iter().copied().min())
+    }
+
+    /// Writes the moments that are left, in the order in which the next backward needs the memory of
+    /// their gradients.
+    ///
+    /// # Errors
+    /// When the system has no memory for a sum of gradients.
+    pub fn finish(self) -> Result<()> {
+        let Some((start, update)) = &self.ahead else {
+            return Ok(());
+        };
+        let mut late = self.late.unwrap_or_default();
+        late.sort_by_key(|moments| Reverse(moments.last_user()));
+        for moments in late {
+            let start = self.thread.trace.now_ns();
+            let layer = moments.layer();
+            moments.write()?;
+            note(self.thread, self.apply, (layer, " moments"), start);
+        }
+        if is_typical(self.apply) {
+            let has_time = !update.was_hurried();
+            let update_ms = has_time.then(|| ms(start.elapsed()));
+            lock(&self.thread.timing).weights_first.record(update_ms);
+        }
+        Ok(())
     }
 
     fn layers(&self) -> Range<usize> {
@@ -130,7 +159,7 @@ impl<'a> StepUpdate<'a> {
             let start = thread.trace.now_ns();
             let next = self.apply.next_version;
             thread.patiently(None, || thread.model.store.skip(layer, next, self.never))?;
-            self.note(layer, "", start);
+            self.note(layer, start);
         }
         Ok(())
     }
@@ -142,7 +171,7 @@ impl<'a> StepUpdate<'a> {
         let (start, step_ms) = timing.begin();
         let update = thread.urgency.begin(timing.pace.threads());
         self.update_layers()?;
-        if self.is_typical() && !update.was_hurried() {
+        if is_typical(self.apply) && !update.was_hurried() {
             timing.pace.record(step_ms, ms(start.elapsed()));
         }
         Ok(())
@@ -153,21 +182,13 @@ impl<'a> StepUpdate<'a> {
         let thread = self.thread;
         let mut timing = lock(&thread.timing);
         let (start, step_ms) = timing.begin();
-        let update = thread.urgency.begin(timing.threads_ahead);
+        self.ahead = Some((start, thread.urgency.begin(timing.threads_ahead)));
         self.late = timing.weights_first.decide(step_ms).then(Vec::new);
-        let updated = if by_rows {
+        if by_rows {
             self.update_by_rows()
         } else {
             self.update_layers()
-        };
-        // A step that has begun is finished, also where a layer could not be updated.
-        self.write_moments().and(updated)?;
-        if self.is_typical() {
-            let has_time = !update.was_hurried();
-            let update_ms = has_time.then(|| ms(start.elapsed()));
-            timing.weights_first.record(update_ms);
         }
-        Ok(())
     }
 
     fn update_layers(&mut self) -> Result<()> {
@@ -212,7 +233,7 @@ impl<'a> StepUpdate<'a> {
         let served = update.serve(&self.thread.model.early_rows, layer)?;
         if served.microbatches > 0 {
             update.rows_ms += self.ms_since(start);
-            self.note(TABLE, "", start);
+            self.note(TABLE, start);
         }
         Ok(served.wants_all)
     }
@@ -223,8 +244,8 @@ impl<'a> StepUpdate<'a> {
         let rows_ms = update.rows_ms;
         let done = update.finish(&self.thread.model.early_rows)?;
         self.took(TABLE, done);
-        self.note(TABLE, "", start);
-        if self.is_typical() {
+        self.note(TABLE, start);
+        if is_typical(self.apply) {
             // Where rows came first, a forward waits for no more than those.
             let ms = if rows_ms > 0.0 {
                 rows_ms
@@ -249,8 +270,8 @@ impl<'a> StepUpdate<'a> {
             Ok((store.apply(layer, apply, never)?, None))
         })?;
         self.took(layer, done);
-        self.note(layer, "", start);
-        if self.is_typical() && store.layer(layer).own_trainable().next().is_some() {
+        self.note(layer, start);
+        if is_typical(self.apply) && store.layer(layer).own_trainable().next().is_some() {
             let ms = self.ms_since(start);
             lock(&thread.times).push(UpdateTime { layer, ms });
         }
@@ -267,34 +288,23 @@ impl<'a> StepUpdate<'a> {
         }
     }
 
-    /// Writes the moments that are left, in the order in which the next backward needs the memory of
-    /// their gradients.
-    fn write_moments(&mut self) -> Result<()> {
-        let mut late = self.late.take().unwrap_or_default();
-        late.sort_by_key(|moments| Reverse(moments.last_user()));
-        for moments in late {
-            let start = self.thread.trace.now_ns();
-            let layer = moments.layer();
-            moments.write()?;
-            self.note(layer, " moments", start);
-        }
-        Ok(())
-    }
-
-    /// Whether its times say something about the others: the first update fills memory that the system
-    /// has only promised.
-    fn is_typical(&self) -> bool {
-        self.apply.step > 1
-    }
-
-    fn note(&self, layer: usize, what: &str, start_ns: u64) {
-        let version = self.apply.next_version;
-        self.thread.note(layer, what, version, start_ns);
+    fn note(&self, layer: usize, start_ns: u64) {
+        note(self.thread, self.apply, (layer, ""), start_ns);
     }
 
     fn ms_since(&self, start_ns: u64) -> f64 {
         (self.thread.trace.now_ns() - start_ns) as f64 / 1e6
     }
+}
+
+/// Whether its times say something about the others: the first update fills memory that the system has
+/// only promised.
+fn is_typical(apply: &Apply) -> bool {
+    apply.step > 1
+}
+
+fn note(thread: &OptimizerThread, apply: &Apply, (layer, what): (usize, &str), start_ns: u64) {
+    thread.note(layer, what, apply.next_version, start_ns);
 }
 
 fn ms(duration: Duration) -> f64 {
