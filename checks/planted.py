@@ -18,6 +18,7 @@ FAULTS = {
     "rounded-twice": {"engine = plain loop"},
     "second-worker": {"1 worker = 3 workers", "resident = offloaded"},
     "no-moments": {"resumed = uninterrupted"},
+    "late-moments": {"weights first = in one pass"},
 }
 # Claims that must hold all the same: a fault is found where it is, not everywhere.
 UNTOUCHED = {
@@ -25,6 +26,7 @@ UNTOUCHED = {
     "rounded-twice": {"packed = unpacked rows", "resumed = uninterrupted"},
     "second-worker": {"engine = plain loop", "stage grain = layer grain"},
     "no-moments": {"engine = plain loop", "1 worker = 3 workers", "every copy is ordered"},
+    "late-moments": {"engine = plain loop", "resumed = uninterrupted"},
 }
 
 

@@ -11,6 +11,7 @@
 //! | `rounded-twice` | sums of gradients are rounded after every microbatch, not once |
 //! | `second-worker` | the same, but only on workers other than the first |
 //! | `no-moments` | a checkpoint holds zeros in place of the optimizer's moments |
+//! | `late-moments` | moments that come behind their weights are never written |
 
 use roundpipe_tensor::{DType, LaneKind, Result, Tensor};
 
@@ -40,6 +41,11 @@ pub(crate) fn microbatch_sum(sum: Tensor, dtype: DType) -> Result<Tensor> {
 /// Whether a checkpoint loses the moments.
 pub(crate) fn drops_moments() -> bool {
     is_planted("no-moments")
+}
+
+/// Whether moments that come later are forgotten.
+pub(crate) fn forgets_late_moments() -> bool {
+    is_planted("late-moments")
 }
 
 #[cfg(not(feature = "planted-faults"))]

@@ -129,6 +129,7 @@ pub(super) fn all(place: &Place) -> Vec<Check> {
         check(&format!("1 worker = {many} workers"), false, any_workers),
         check("stage grain = layer grain", false, any_grain),
         check("kept = computed again", false, any_keeping),
+        check("weights first = in one pass", false, any_passes),
         check("resident = offloaded", false, any_residence),
         check("resident = offloaded", true, simulated_residence),
         check("every copy is ordered", true, order),
@@ -185,6 +186,19 @@ fn any_keeping(subject: &Subject, place: &Place) -> Result<Found> {
         ..kept.clone()
     };
     Found::exact(&kept.run(subject)?, &again.run(subject)?)
+}
+
+/// Updates write weights first and moments behind all of them, or both together.
+fn any_passes(subject: &Subject, place: &Place) -> Result<Found> {
+    let together = Way {
+        weights_first: Some(false),
+        ..Way::plainest(place.one()?, Lag::Zero)
+    };
+    let apart = Way {
+        weights_first: Some(true),
+        ..Way::usual(place.many()?, Lag::Zero)
+    };
+    Found::exact(&together.run(subject)?, &apart.run(subject)?)
 }
 
 /// Everything stays on the worker, or nothing does.

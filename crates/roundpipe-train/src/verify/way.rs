@@ -116,6 +116,8 @@ pub(super) struct Way {
     pub recompute_all: bool,
     /// Whether weights stay on a worker until they change.
     pub resident: bool,
+    /// Whether updates at lag 0 write moments behind all weights; as it was measured where `None`.
+    pub weights_first: Option<bool>,
 }
 
 impl Way {
@@ -139,6 +141,7 @@ impl Way {
             keep: None,
             recompute_all: false,
             resident: false,
+            weights_first: None,
         }
     }
 
@@ -153,7 +156,11 @@ impl Way {
             .loss_reduction(LossReduction::Sum);
         config.execute_plan = plan;
         let context = self.devices[0].cost_model().context_bytes().0;
-        let engine = RoundPipe::builder(model.layers.clone())
+        let mut engine = RoundPipe::builder(model.layers.clone());
+        if let Some(weights_first) = self.weights_first {
+            engine = engine.weights_first(weights_first);
+        }
+        let engine = engine
             .name("verify")
             .seed(SEED)
             .optimizer(subject.rule())
