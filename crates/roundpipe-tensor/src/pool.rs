@@ -592,6 +592,16 @@ impl Block {
         end == End::Long && start + bytes == self.pool.lock().long.top
     }
 
+    /// Whether it leaves the claim of the task under way whole, and working memory room for `working`
+    /// bytes in all.
+    pub fn lies_beside(&self, working: u64) -> bool {
+        let limit = self
+            .pool
+            .lock()
+            .long_limit(self.pool.usable(), Some(working));
+        self.place().is_within(limit)
+    }
+
     /// Where it came from.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool

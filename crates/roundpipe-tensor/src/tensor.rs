@@ -256,6 +256,12 @@ impl Tensor {
         matches!(&*self.storage, Storage::Block(block) if block.is_at_frontier())
     }
 
+    /// Whether it leaves the claim of the task under way whole, and working memory room for `working`
+    /// bytes in all.
+    pub fn lies_beside(&self, working: u64) -> bool {
+        !matches!(&*self.storage, Storage::Block(block) if !block.lies_beside(working))
+    }
+
     /// Whether this tensor is the only holder of its memory, so that it may be written again.
     pub(crate) fn is_unique(&self) -> bool {
         if Arc::strong_count(&self.storage) != 1 {

@@ -48,6 +48,7 @@ pub use self::layer::StoreLayer;
 use self::layout::ALIGN;
 pub use self::layout::StoredParam;
 pub(crate) use self::writes::Overwritten;
+use self::writes::Writes;
 use crate::error::Result;
 use crate::groups::ResolvedGroups;
 use crate::layer::Layer;
@@ -322,7 +323,7 @@ impl Store {
         if !is_home(layer) {
             return None;
         }
-        let mut writes = 0u64;
+        let mut writes = Writes::default();
         for param in &here.params {
             let is_own = param.home.0 == layer;
             if param.trainable && is_own {
@@ -331,17 +332,14 @@ impl Store {
             if param.trainable || !(is_own || is_home(param.home.0)) {
                 return None;
             }
-            let data = param.param.data();
-            writes = writes
-                .wrapping_mul(31)
-                .wrapping_add(data.writes() ^ data.id());
+            writes.add(&param.param.data());
         }
         // Shared ones stand at the end of the block.
         let block_offset = here.sizes.weights.next_multiple_of(ALIGN);
         Some(FrozenPart {
             block_offset,
             bytes: here.sizes.block - block_offset,
-            writes,
+            writes: writes.number(),
         })
     }
 

@@ -347,16 +347,22 @@ impl Core {
         &self,
         recomputed: &[RecomputedLayer],
         assigned: &[usize],
-        microbatches: usize,
+        (microbatches, version): (usize, u64),
         needs: &CallNeeds,
         hold: &HoldPlan,
     ) -> KeepPlan {
         let store = &self.model.store;
         let sets_buffers = self.model.sets_buffers.load(Ordering::SeqCst);
-        let is_sent = |layer| !self.ring.is_host() && !sets_buffers && !hold.names(layer);
-        let bytes = |layer| match is_sent(layer) {
-            true => store.layer(layer).block_bytes() as u64,
-            false => 0,
+        let block_bytes = |layer| store.layer(layer).block_bytes() as u64;
+        let bytes = |layer, worker: usize| {
+            let is_sent = !self.ring.workers()[worker].device().aliases_host();
+            // Of a table in front perhaps only some rows are sent.
+            let is_whole = layer != TABLE || !self.model.early_rows.is_pending(version);
+            if is_sent && is_whole && !sets_buffers && !hold.names(layer) {
+                block_bytes(layer)
+            } else {
+                0
+            }
         };
         let weights = KeepableWeights {
             bytes: &bytes,
@@ -372,7 +378,7 @@ impl Core {
             needs.may_stay(pieces, of(&keep.weight_bytes, worker)) - pieces
         });
         let kept = keep.weights.iter();
-        let mut kept: Vec<(usize, u64)> = kept.map(|layer| (*layer, bytes(*layer))).collect();
+        let mut kept: Vec<(usize, u64)> = kept.map(|layer| (*layer, block_bytes(*layer))).collect();
         kept.sort_unstable();
         let mut notes = self.notes();
         notes.recompute_shares = repeats.shares_left(&keep, recomputed);
@@ -416,7 +422,9 @@ impl Core {
             let recomputed = recomputed_layers(&stages, grain, &|layer| {
                 times.average_ms(layer - part.layers.start, Phase::Forward)
             });
-            keep = self.keep_plan(&recomputed, &assigned, microbatches, &needs, &hold);
+            let version = sequence.visible_to(request.kind);
+            let of_call = (microbatches, version);
+            keep = self.keep_plan(&recomputed, &assigned, of_call, &needs, &hold);
         }
         let workers = self.ring.workers().iter();
         let spec = CallSpec {

@@ -154,6 +154,11 @@ impl EarlyRows {
         queue.is_expected
     }
 
+    /// Whether rows of `version` may be asked for.
+    pub fn is_pending(&self, version: u64) -> bool {
+        lock(&self.0).pending == Some(version)
+    }
+
     /// Asks for rows of the version that a call reads; `false` when the whole table comes as soon.
     pub fn ask(&self, request: RowRequest) -> bool {
         let mut queue = lock(&self.0);

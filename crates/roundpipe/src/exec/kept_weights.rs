@@ -14,7 +14,8 @@
 //! - No bit of a result depends on what stays.
 //! - What stays is what the backward would be sent: where the user wrote the weights in between, they
 //!   come again.
-//! - It is optional: memory that a task needs is taken from here.
+//! - It is optional: memory that a task needs is taken from here. A backward has it only where it lies
+//!   beside what its tasks work in.
 //! - The read ticket stays with the backward's job until that has the weights, so they can come again
 //!   until then.
 
@@ -65,10 +66,21 @@ impl Launcher {
         });
     }
 
-    /// The weights of a layer that goes backward, if they are here and as the host has them.
-    pub(super) fn find_kept_weights(&self, call: &Call, layer: usize) -> Option<Vec<Tensor>> {
+    /// The weights of a layer that goes backward, if they are here and as the host has them. With
+    /// `beside`, only where they leave tasks so many bytes: they are the job's from then on, which
+    /// cannot give them away.
+    pub(super) fn find_kept_weights(
+        &self,
+        call: &Call,
+        layer: usize,
+        beside: Option<u64>,
+    ) -> Option<Vec<Tensor>> {
         let mut kept = self.kept_weights.iter();
         let found = kept.find(|kept| kept.are_of(call, layer))?;
+        let leaves_room = |tensor: &Tensor| beside.is_none_or(|bytes| tensor.lies_beside(bytes));
+        if !found.tensors.iter().all(leaves_room) {
+            return None;
+        }
         let spec = &call.spec;
         // A layer that sets buffers has new ones without a new version.
         if spec.model.sets_buffers.load(Ordering::SeqCst) {

@@ -230,10 +230,11 @@ impl Launcher {
             // free.
             let begun = self.port.begin_task();
             begun.map_err(|error| task.error(None, error))?;
-            self.claim_working(&task)?;
-            // Behind the claim, so that the next weights leave this task its room.
-            self.look_ahead();
-            self.fetch_early(&task);
+            // Behind a claim, so that the next weights leave this task its room.
+            if self.claim_working(&task)? {
+                self.look_ahead();
+                self.fetch_early(&task);
+            }
             match pass {
                 Pass::Forward => self.forward(job, &mut loaded, &task, &mut next_input)?,
                 Pass::Fused => self.fused(job, &mut loaded, &task, &mut next_input)?,
@@ -438,11 +439,12 @@ impl Launcher {
         }
     }
 
-    /// Claims the working memory of a task in one piece. What is optional makes room.
-    fn claim_working(&mut self, task: &Task<'_>) -> Result<()> {
+    /// Claims the working memory of a task in one piece. What is optional makes room. `false` where
+    /// there is no such piece all the same: the task takes what there is.
+    fn claim_working(&mut self, task: &Task<'_>) -> Result<bool> {
         let bytes = task.spec().needs.stages[task.stage].of_microbatch(task.microbatch);
         if self.worker.pool().claim_working(bytes) {
-            return Ok(());
+            return Ok(true);
         }
         // The cheap way first: the compute lane waits for copies that are under way anyway, the
         // oldest first.
@@ -450,33 +452,31 @@ impl Launcher {
             let drained = self.port.make_room(self.budget.outbox / 4 * quarters);
             drained.map_err(|error| task.error(None, error))?;
             if self.worker.pool().claim_working(bytes) {
-                return Ok(());
+                return Ok(true);
             }
         }
         self.wait_for_gradients();
         if self.worker.pool().claim_working(bytes) {
-            return Ok(());
+            return Ok(true);
         }
         while self.drop_last_early() || self.drop_kept_weights() {
             if self.worker.pool().claim_working(bytes) {
-                return Ok(());
+                return Ok(true);
             }
         }
         // Then what lies in the way and can be computed again.
         while self.kept.drop_piece_at_frontier() {
             if self.worker.pool().claim_working(bytes) {
-                return Ok(());
+                return Ok(true);
             }
         }
         self.prefetched.drop_pieces();
         if self.worker.pool().claim_working(bytes) {
-            return Ok(());
+            return Ok(true);
         }
         let freed = self.free_optional();
         freed.map_err(|error| task.error(None, error))?;
-        // Without a claim the task takes what there is.
-        let _ = self.worker.pool().claim_working(bytes);
-        Ok(())
+        Ok(self.worker.pool().claim_working(bytes))
     }
 
     /// Gradients of earlier jobs hold memory until they have landed, and slots that were read until

@@ -97,8 +97,8 @@ pub(crate) struct LayerKeep {
 /// What may be kept of a call beside pieces of its forwards: weights, from the forward of a layer to
 /// its backward.
 pub(crate) struct KeepableWeights<'a> {
-    /// By layer; 0 where they are not sent or stay anyway.
-    pub bytes: &'a dyn Fn(usize) -> u64,
+    /// By layer and worker; 0 where they are not sent or stay anyway.
+    pub bytes: &'a dyn Fn(usize, usize) -> u64,
     /// On each worker, before all pieces, because copies are what the backward waits for.
     pub first: u64,
     /// On each worker, beside pieces that take so many bytes there.
@@ -321,8 +321,8 @@ impl<'a> StageUse<'a> {
         let mut places: Vec<usize> = (0..recomputed.len()).collect();
         places.sort_by_key(|place| spread(*place));
         for layer in places.into_iter().map(|place| &recomputed[place]) {
-            let bytes = (weights.bytes)(layer.layer);
             let worker = self.workers[*layer.stages.start()];
+            let bytes = (weights.bytes)(layer.layer, worker);
             let of_worker = |bytes: &HashMap<usize, u64>| bytes.get(&worker).copied().unwrap_or(0);
             let taken = of_worker(&self.weight_bytes).saturating_add(bytes);
             let most = (weights.beside)(of_worker(&self.worker_bytes));
@@ -466,7 +466,7 @@ mod tests {
         let kept = |recomputed: &[RecomputedLayer], workers: &[usize], most: u64| {
             let mut used = StageUse::new(&room, workers, 2);
             let weights = KeepableWeights {
-                bytes: &|layer| [15, 20, 0][layer],
+                bytes: &|layer, _| [15, 20, 0][layer],
                 first: 0,
                 beside: &|_| most,
                 for_early: 10,

@@ -98,7 +98,12 @@ impl ResidentWeights {
 pub(super) struct LoadedLayers(pub HashMap<usize, LoadedLayer>);
 
 impl Launcher {
-    fn weight_source(&self, call: &Call, stage: usize, layer: usize) -> WeightSource {
+    fn weight_source(
+        &self,
+        call: &Call,
+        (stage, layer): (usize, usize),
+        beside: Option<u64>,
+    ) -> WeightSource {
         if self.worker().device().aliases_host() {
             return WeightSource::Host;
         }
@@ -110,7 +115,7 @@ impl Launcher {
             return WeightSource::Resident(weights.tensors.clone());
         }
         if call.spec.stages[stage].pass == Pass::Backward
-            && let Some(tensors) = self.find_kept_weights(call, layer)
+            && let Some(tensors) = self.find_kept_weights(call, layer, beside)
         {
             return WeightSource::Resident(tensors);
         }
@@ -165,7 +170,7 @@ impl Launcher {
             if layer == TABLE && rows.is_some() {
                 continue;
             }
-            let source = self.weight_source(&call, job.stage, layer);
+            let source = self.weight_source(&call, (job.stage, layer), beside);
             if let WeightSource::Upload(frozen) = &source {
                 if matches!(frozen, FrozenSource::Early(..)) {
                     early.push(layer);

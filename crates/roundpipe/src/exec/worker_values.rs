@@ -207,6 +207,12 @@ impl KeptValues {
         self.budget.used_by_pieces = 0;
     }
 
+    /// Whether a value is on the worker.
+    fn is_here(&self, host: &HostValue) -> bool {
+        let kept = self.by_id.get(&host.id());
+        kept.is_some_and(|kept| matches!(kept.place, KeptPlace::Worker(_)))
+    }
+
     /// Where a value is, for one reader. The last reader takes it out.
     fn take(&mut self, host: &HostValue) -> Option<KeptPlace> {
         let kept = self.by_id.get_mut(&host.id())?;
@@ -275,6 +281,8 @@ pub(super) enum Incoming {
 /// A leaf on the worker or on its way there.
 pub(super) enum Awaited {
     Here(Activation),
+    /// Kept here until its task runs, unless a task before that needs the room.
+    Kept(Leaf),
     Incoming(Incoming, Leaf),
 }
 
@@ -438,33 +446,47 @@ impl Launcher {
         value: StageValue,
         when: Needed,
     ) -> Result<Arriving> {
-        value.try_map(|leaf| {
-            let resident = leaf.resident.as_ref();
-            let known = match resident.filter(|resident| resident.worker == self.index) {
-                Some(resident) => Some(KeptPlace::Worker(resident.tensor.clone())),
-                None => self.kept.take(&leaf.host),
-            };
-            let host = match known {
-                Some(KeptPlace::Worker(tensor)) => {
-                    return Ok(Awaited::Here(Activation {
-                        tensor,
-                        grad: leaf.grad,
-                        host: Some(leaf.host),
-                    }));
-                }
-                Some(KeptPlace::Host(spilled)) => spilled,
-                None => leaf.host.clone(),
-            };
-            let incoming = self.bring("activation", &host, when);
-            let incoming = incoming.map_err(|error| task.error(None, error))?;
-            Ok(Awaited::Incoming(incoming, leaf))
-        })
+        value.try_map(|leaf| self.receive_leaf(task, leaf, when))
+    }
+
+    fn receive_leaf(&mut self, task: &Task<'_>, leaf: Leaf, when: Needed) -> Result<Awaited> {
+        let resident = leaf.resident.as_ref();
+        let resident = resident.filter(|resident| resident.worker == self.index);
+        if resident.is_none() && when != Needed::Now && self.kept.is_here(&leaf.host) {
+            return Ok(Awaited::Kept(leaf));
+        }
+        let known = match resident {
+            Some(resident) => Some(KeptPlace::Worker(resident.tensor.clone())),
+            None => self.kept.take(&leaf.host),
+        };
+        let host = match known {
+            Some(KeptPlace::Worker(tensor)) => {
+                return Ok(Awaited::Here(Activation {
+                    tensor,
+                    grad: leaf.grad,
+                    host: Some(leaf.host),
+                }));
+            }
+            Some(KeptPlace::Host(spilled)) => spilled,
+            None => leaf.host.clone(),
+        };
+        let incoming = self.bring("activation", &host, when);
+        let incoming = incoming.map_err(|error| task.error(None, error))?;
+        Ok(Awaited::Incoming(incoming, leaf))
     }
 
     /// Makes the kernels that follow wait for a value.
     pub(super) fn land(&mut self, task: &Task<'_>, value: Arriving) -> Result<Tree<Activation>> {
-        value.try_map(|awaited| match awaited {
+        value.try_map(|awaited| self.land_leaf(task, awaited))
+    }
+
+    fn land_leaf(&mut self, task: &Task<'_>, awaited: Awaited) -> Result<Activation> {
+        match awaited {
             Awaited::Here(activation) => Ok(activation),
+            Awaited::Kept(leaf) => {
+                let now = self.receive_leaf(task, leaf, Needed::Now)?;
+                self.land_leaf(task, now)
+            }
             Awaited::Incoming(incoming, leaf) => {
                 let tensor = self.landed("activation", incoming);
                 let tensor = tensor.map_err(|error| task.error(None, error))?;
@@ -480,7 +502,7 @@ impl Launcher {
                     host: Some(leaf.host),
                 })
             }
-        })
+        }
     }
 
     /// Starts bringing a gradient here.

@@ -114,6 +114,26 @@ fn meet(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
+/// Adds up the writes of some buffers to a number that changes with each of them.
+#[derive(Default)]
+pub(super) struct Writes {
+    /// Counts only grow, so their plain sum has no value twice while the buffers are the same.
+    claims: u64,
+    /// Which buffers they are, in their order.
+    buffers: u64,
+}
+
+impl Writes {
+    pub fn add(&mut self, home: &HostBuf) {
+        self.claims += home.writes();
+        self.buffers = self.buffers.wrapping_mul(31).wrapping_add(home.id());
+    }
+
+    pub fn number(&self) -> u64 {
+        self.buffers.wrapping_add(self.claims)
+    }
+}
+
 impl Store {
     /// Whether the user wrote weights since this was last asked.
     pub(crate) fn notice_writes(&self) -> bool {
@@ -132,12 +152,11 @@ impl Store {
     /// # Errors
     /// When the system has no memory for the second version.
     pub(crate) fn writes_at(&self, layer: usize, version: u64) -> Result<u64> {
-        let mut sum = 0u64;
+        let mut writes = Writes::default();
         for param in &self.layers[layer].params {
-            let home = self.param_data(param, version)?;
-            sum = sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id());
+            writes.add(&self.param_data(param, version)?);
         }
-        Ok(sum)
+        Ok(writes.number())
     }
 }
 

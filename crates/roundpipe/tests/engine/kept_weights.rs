@@ -235,3 +235,17 @@ fn a_failed_call_leaves_no_weights() {
     assert_eq!(train(&engine, &config(), Lag::One), losses);
     assert_eq!(world.races(), []);
 }
+
+/// A processor beside a GPU is sent no weights, so none of its layers counts as kept.
+#[test]
+fn what_is_read_in_place_is_not_kept() {
+    let cpu = models::cpus(1).into_iter();
+    let devices = cpu.chain(sims(3, 1).1).collect();
+    let engine = engine(&maps(), devices, Bytes::mib(8));
+    // The processor has the first and the last stage.
+    let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 2], &[2, 2, 2]);
+    train(&engine, &RunConfig::new().execute_plan(plan), Lag::Zero);
+    let kept = engine.kept_weights();
+    let layers: Vec<usize> = kept.iter().map(|(layer, _)| *layer).collect();
+    assert_eq!(layers, [2, 3]);
+}
