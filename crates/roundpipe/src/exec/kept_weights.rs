@@ -67,17 +67,17 @@ impl Launcher {
     }
 
     /// The weights of a layer that goes backward, if they are here and as the host has them. With
-    /// `beside`, only where they leave tasks so many bytes: they are the job's from then on, which
-    /// cannot give them away.
+    /// `working`, only where they leave the job's tasks so many bytes: they are the job's from then on,
+    /// which cannot give them away.
     pub(super) fn find_kept_weights(
         &self,
         call: &Call,
         layer: usize,
-        beside: Option<u64>,
+        working: Option<u64>,
     ) -> Option<Vec<Tensor>> {
         let mut kept = self.kept_weights.iter();
         let found = kept.find(|kept| kept.are_of(call, layer))?;
-        let leaves_room = |tensor: &Tensor| beside.is_none_or(|bytes| tensor.lies_beside(bytes));
+        let leaves_room = |tensor: &Tensor| working.is_none_or(|bytes| tensor.lies_beside(bytes));
         if !found.tensors.iter().all(leaves_room) {
             return None;
         }

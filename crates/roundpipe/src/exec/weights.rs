@@ -102,7 +102,7 @@ impl Launcher {
         &self,
         call: &Call,
         (stage, layer): (usize, usize),
-        beside: Option<u64>,
+        working: Option<u64>,
     ) -> WeightSource {
         if self.worker().device().aliases_host() {
             return WeightSource::Host;
@@ -115,7 +115,7 @@ impl Launcher {
             return WeightSource::Resident(weights.tensors.clone());
         }
         if call.spec.stages[stage].pass == Pass::Backward
-            && let Some(tensors) = self.find_kept_weights(call, layer, beside)
+            && let Some(tensors) = self.find_kept_weights(call, layer, working)
         {
             return WeightSource::Resident(tensors);
         }
@@ -161,6 +161,7 @@ impl Launcher {
             return Ok(());
         }
         let call = job.call.clone();
+        let working = beside.map(|_| job.needs().task);
         let mut slots = Vec::new();
         let mut sources = HashMap::new();
         let mut early = Vec::new();
@@ -170,7 +171,7 @@ impl Launcher {
             if layer == TABLE && rows.is_some() {
                 continue;
             }
-            let source = self.weight_source(&call, (job.stage, layer), beside);
+            let source = self.weight_source(&call, (job.stage, layer), working);
             if let WeightSource::Upload(frozen) = &source {
                 if matches!(frozen, FrozenSource::Early(..)) {
                     early.push(layer);
