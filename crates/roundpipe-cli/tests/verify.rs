@@ -33,7 +33,7 @@ fn a_model_is_verified_and_a_report_is_left() {
     assert_eq!(printed["holds"], true);
     assert!(printed["values"].as_u64().unwrap() > 1_000_000, "{printed}");
     let comparisons = printed["comparisons"].as_array().unwrap();
-    assert_eq!(comparisons.len(), 12);
+    assert_eq!(comparisons.len(), 13);
     let skipped = comparisons.iter().filter(|c| c["outcome"] == "skipped");
     assert_eq!(skipped.count(), 1, "only a GPU is missing here");
 }
