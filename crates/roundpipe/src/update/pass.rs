@@ -436,7 +436,7 @@ impl RulePass {
             return self.step_moments(SplitMomentSlabs { grad, moments });
         }
         let len = grad.len();
-        let mut wide = WideMoments::new(moments, len.min(PIECE), len);
+        let mut wide = MomentPieces::new(moments, len.min(PIECE), len);
         for range in pieces(len) {
             wide.widen(one, &range, moments, len)?;
             let mut here = wide.open(&range, moments, len);
@@ -523,7 +523,7 @@ fn pieces(len: usize) -> impl Iterator<Item = Range<usize>> {
 /// f32 copies of a piece of what is kept otherwise; empty where it is f32.
 struct Wide {
     master: Vec<f32>,
-    moments: WideMoments,
+    moments: MomentPieces,
 }
 
 impl Wide {
@@ -534,7 +534,7 @@ impl Wide {
         };
         Self {
             master: vec![0.0; master],
-            moments: WideMoments::new(&slabs.moments, piece, slabs.weights.len()),
+            moments: MomentPieces::new(&slabs.moments, piece, slabs.weights.len()),
         }
     }
 
@@ -602,9 +602,9 @@ impl Wide {
 
 /// f32 copies of a piece of each moment that is kept otherwise. `len` is the parameter's length or the
 /// chunk's.
-struct WideMoments(Vec<Vec<f32>>);
+struct MomentPieces(Vec<Vec<f32>>);
 
-impl WideMoments {
+impl MomentPieces {
     fn new(moments: &[OpenMoment<'_>], piece: usize, len: usize) -> Self {
         let wide = |moment: &OpenMoment<'_>| match moment {
             OpenMoment::Plain(FloatsMut::F32(_)) => Vec::new(),
