@@ -127,24 +127,24 @@ impl Kept {
     }
 
     /// The seconds of an update.
-    fn step(&mut self, threads: usize) -> Result<f64, Failure> {
+    fn step(&mut self) -> Result<f64, Failure> {
         let apply = self.next();
-        timed(threads, || {
+        timed(|| {
             self.store.apply(0, &apply, &self.store.abort())?;
             Ok(())
         })
     }
 
     /// The seconds of an update that writes weights first: of those, and of the moments behind them.
-    fn step_apart(&mut self, threads: usize) -> Result<[f64; 2], Failure> {
+    fn step_apart(&mut self) -> Result<[f64; 2], Failure> {
         let apply = self.next();
         let mut late = None;
-        let weights = timed(threads, || {
+        let weights = timed(|| {
             late = self.store.apply_weights(0, &apply, &self.store.abort())?.1;
             Ok(())
         })?;
         let late = late.ok_or("the moments were written as well")?;
-        Ok([weights, timed(threads, || Ok(late.write()?))?])
+        Ok([weights, timed(|| Ok(late.write()?))?])
     }
 }
 
@@ -153,21 +153,12 @@ fn noise(std: f64) -> Result<Param, Failure> {
     Ok(Param::normal(DType::BF16, &[COUNT], std, key)?)
 }
 
-/// Seconds that `work` takes. With one thread on Linux those of the processor: what others do on a
-/// busy machine does not count.
-fn timed(threads: usize, work: impl FnOnce() -> Result<(), Failure>) -> Result<f64, Failure> {
-    let before = cpu_seconds().filter(|_| threads == 1);
+/// Seconds that `work` takes. Not those of the processor: its clock may tick in steps as long as a
+/// pass.
+fn timed(work: impl FnOnce() -> Result<(), Failure>) -> Result<f64, Failure> {
     let start = Instant::now();
     work()?;
-    let spent = before.and_then(|before| Some(cpu_seconds()? - before));
-    Ok(spent.unwrap_or(start.elapsed().as_secs_f64()))
-}
-
-/// Seconds that this thread has run.
-fn cpu_seconds() -> Option<f64> {
-    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
-    let nanoseconds: f64 = text.split(' ').next()?.parse().ok()?;
-    Some(nanoseconds / 1e9)
+    Ok(start.elapsed().as_secs_f64())
 }
 
 fn main() -> Result<(), Failure> {
@@ -206,12 +197,12 @@ fn main() -> Result<(), Failure> {
     }
     let mut times: Vec<Vec<f64>> = vec![Vec::new(); 1 + ways.len() + 2 * apart.len()];
     for round in 0..=rounds {
-        let mut here = vec![timed(threads, || plain.step())?];
+        let mut here = vec![timed(|| plain.step())?];
         for way in &mut kept {
-            here.push(way.step(threads)?);
+            here.push(way.step()?);
         }
         for way in &mut kept_apart {
-            here.extend(way.step_apart(threads)?);
+            here.extend(way.step_apart()?);
         }
         // The first warms up.
         if round > 0 {

@@ -57,7 +57,7 @@ impl UpdateTiming {
             ..
         } = options;
         // Threads that launch kernels and start copies are not to wait for a core: with 14 of 16 a
-        // step was 0.9% shorter than with all.
+        // step was 0.9% shorter than with all (benches/results/2026-11-18-h200-link.md, run 2).
         let left = if shares_cores { 0 } else { threads / 8 };
         // A second pass would take the cores that compute.
         let never_first = shares_cores.then_some(false);
