@@ -31,7 +31,8 @@ use crate::update::OptimParams;
 pub struct StepHandle(Arc<Outcome>);
 
 impl StepHandle {
-    /// Waits until it is done. (Moments may still be written then, which what reads them waits for.)
+    /// Waits until all weights are updated. Moments may still be written at lag 0; calls that read them
+    /// wait for that.
     ///
     /// # Errors
     /// What went wrong in it or in the calls before it; the engine's next call returns it

@@ -5,8 +5,9 @@
 //! same gradients writes the moments, beside the next backward. Both passes together move a third more
 //! memory than one, of which the forward waits for half.
 //!
-//! Refused: what [`Rule::leaves_moments`] and remainders leave out. Such parameters are updated whole
-//! in the first pass, and so are pieces with elements that kept their values.
+//! Refused: rules other than those of [`Rule::leaves_moments`], and weights without remainders. Such
+//! parameters are updated whole in the first pass, and so are pieces with elements that kept their
+//! values.
 //!
 //! # Invariants
 //! - The bits are those of one pass.
@@ -195,6 +196,7 @@ impl<'a> LateParam<'a> {
 
     fn open<'p>(&'p mut self, param: &'p mut OpenParam<'a>, seed: u64) -> Result<OpenedParam<'p>> {
         let mut slabs = param.slabs(&self.pass, seed)?;
+        // Its moments were taken from it, to stay when it is closed.
         slabs.moments = open_moments(
             self.stored,
             self.moment_type,

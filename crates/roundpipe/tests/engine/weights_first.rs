@@ -98,6 +98,25 @@ fn moments_that_come_later_change_no_bit() {
     }
 }
 
+/// Unless the user says so, weights come first once updates were seen to be short beside steps, and
+/// never on a processor.
+#[test]
+fn weights_come_first_where_steps_leave_time() {
+    let comes_later = |devices, most: u64| {
+        let engine = builder(&model(DType::BF16, true), devices).build().unwrap();
+        engine.trace().on();
+        (0..most).any(|step| {
+            train(&engine, step, config(&FORWARD, Grain::Stage));
+            engine.update(&clipped(), Lag::Zero).unwrap();
+            // A step is long beside its update. How many it takes depends on nothing else.
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            late_moments(&engine) > 0
+        })
+    };
+    assert!(comes_later(sims(2, 1).1, 200));
+    assert!(!comes_later(models::cpus(1), 6));
+}
+
 /// Between such updates come evaluations, failures, functions of the user, steps at lag 1, saves.
 #[test]
 fn what_comes_between_finds_complete_moments() {
