@@ -5,6 +5,7 @@
 //! goes back to the pool with the last clone.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::device::{Copy, Device, Direction, Event, LaneKind};
@@ -304,6 +305,18 @@ impl Tensor {
         };
         let layout = Layout::strided(shape, self.layout.strides());
         self.with_layout(layout, self.offset.wrapping_add_signed(shift))
+    }
+
+    /// Some of its rows: places of the first dimension. The memory is shared.
+    ///
+    /// # Panics
+    /// When a row lies outside it.
+    pub fn rows(&self, range: Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.dims()[0],
+            "rows {range:?} of {self:?}"
+        );
+        self.narrowed(0, range.start, range.len())
     }
 
     /// Copies the elements to the host, in row-major order, after waiting for the compute lane.

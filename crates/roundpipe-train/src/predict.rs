@@ -273,9 +273,11 @@ fn predict_by(
     // What the first steps take, by the plan that an engine makes before it has measured anything.
     let first = asked.dry_run(machine.unmeasured(), |_| Ok(()))?;
     let context = (!batch.lens.is_empty()).then_some(data.context as u64);
+    let first_rows = first_rows(&model, &settings, &batch).filter(|_| !machine.is_host);
     let mut predict_with = |host: &Host| {
+        let rates = machine.rates(host.awaited_per_param(), first_rows);
         let later = asked.dry_run(machine.devices(context), |engine| {
-            Ok(engine.assume_rates(&machine.rates(host.awaited_per_param()))?)
+            Ok(engine.assume_rates(&rates)?)
         })?;
         let prediction = Maker {
             asked: &asked,
@@ -371,6 +373,16 @@ fn batch(settings: &Settings, context: usize, model: &Model) -> Result<TrainBatc
         rows,
         keys: Vec::new(),
     })
+}
+
+/// Rows of the table of embeddings that a batch names, where an update at lag 0 writes them before all
+/// others. As many as of tokens drawn at random: a text names fewer.
+fn first_rows(model: &Model, settings: &Settings, batch: &TrainBatch) -> Option<usize> {
+    let is_first = start::lag(settings) == Lag::Zero && rule(settings).is_elementwise();
+    let vocab = model.config.vocab as f64;
+    let tokens = batch.tokens as f64;
+    let named = vocab * -f64::exp_m1(-tokens / vocab.max(1.0));
+    is_first.then(|| named.ceil() as usize)
 }
 
 /// Host memory and traffic that follow from parameters and rule.

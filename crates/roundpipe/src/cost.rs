@@ -29,6 +29,9 @@ pub struct MachineRates {
     pub download_bytes_per_s: f64,
     /// Parameters that the optimizer updates.
     pub updated_params_per_s: f64,
+    /// Rows of a table in front of the model that a batch names, where these are updated before all
+    /// others; `None` where a forward waits for the whole table.
+    pub first_rows: Option<usize>,
 }
 
 impl MachineRates {

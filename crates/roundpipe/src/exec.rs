@@ -40,6 +40,7 @@ mod pace;
 pub(crate) mod queue;
 pub(crate) mod repeats;
 pub mod ring;
+pub(crate) mod row_gradients;
 pub(crate) mod run_layer;
 pub(crate) mod stage_value;
 mod step_update;

@@ -144,8 +144,9 @@ pub trait Layer: Params + Send + Sync {
     /// The rows that it reads of its only parameter, a table `[rows, width]`, for this input of a
     /// microbatch; any shape, i64, i32 or u32. By default `None`: it may read all of its parameters.
     ///
-    /// At lag 0 the first layer of a model then need not wait until the whole table is updated. What
-    /// it reads of other rows is undefined.
+    /// At lag 0 the first layer of a model then need not wait until the whole table is updated, and
+    /// gradients of these rows alone leave its worker. What it reads of other rows is undefined, and
+    /// their gradients are zero.
     fn rows_read(&self, input: &Tree<HostTensor>) -> Option<HostTensor> {
         let _ = input;
         None

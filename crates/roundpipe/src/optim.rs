@@ -252,7 +252,7 @@ impl Rule {
     }
 
     /// Whether an element's update depends on no other element.
-    pub(crate) fn is_elementwise(&self) -> bool {
+    pub fn is_elementwise(&self) -> bool {
         !matches!(self, Self::Adafactor(_) | Self::Muon { .. })
     }
 

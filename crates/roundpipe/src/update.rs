@@ -37,6 +37,7 @@ use roundpipe_tensor::{DType, HostBuf};
 use self::function::SplitValue;
 pub use self::function::{FunctionReport, OptimHandle, OptimParam, OptimParams};
 pub use self::late::LateMoments;
+pub(crate) use self::open::each_part;
 use self::open::{OpenLayer, OpenParam, each_chunk};
 pub(crate) use self::table::OpenTable;
 use crate::error::{Error, Result};

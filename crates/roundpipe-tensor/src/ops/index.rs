@@ -14,6 +14,68 @@ use crate::tape::Back;
 use crate::tensor::Tensor;
 use crate::worker::Worker;
 
+/// How much [`Worker::rows_beside`] gathers at a time in a type that is not the final one.
+const GATHERED_BYTES: usize = 32 << 20;
+
+impl Worker {
+    /// The rows of a dense matrix `x` `[m, c]` that `at` (1-d) names, in its order and in another type,
+    /// beside the working memory of tasks ([`Worker::copied_beside`]); `None` when there is no room.
+    ///
+    /// # Errors
+    /// When `x` is no matrix or the device fails. A place that `x` does not have is reported.
+    pub fn rows_beside(
+        &self,
+        x: &Tensor,
+        at: &Tensor,
+        dtype: DType,
+        working: u64,
+    ) -> Result<Option<Tensor>> {
+        const OP: &str = "rows_beside";
+        check_index(OP, at, Some(1))?;
+        if x.rank() != 2 {
+            return Err(Error::Shape {
+                op: OP,
+                left: *x.shape(),
+                right: *at.shape(),
+            });
+        }
+        match self.gathered_beside(OP, x, at, dtype, working) {
+            Ok(rows) => Ok(Some(rows)),
+            Err(Error::DeviceMemory { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn gathered_beside(
+        &self,
+        op: &'static str,
+        x: &Tensor,
+        at: &Tensor,
+        dtype: DType,
+        working: u64,
+    ) -> Result<Tensor> {
+        let shape = x.shape().with(op, 0, at.numel())?;
+        let bytes = (shape.numel() * dtype.size()) as u64;
+        let block = self.pool().alloc_beside(op, bytes, working)?;
+        let rows = Tensor::from_block(block, dtype, shape);
+        let row_bytes = x.dims()[1] * x.dtype().size();
+        let most = (GATHERED_BYTES / row_bytes.max(1)).max(1);
+        let select = Kernel::IndexSelect { dim: 0 };
+        for start in (0..at.numel()).step_by(most) {
+            let range = start..at.numel().min(start + most);
+            let (here, places) = (rows.rows(range.clone()), at.rows(range));
+            if dtype == x.dtype() {
+                self.launch(&select, &[Some(x), Some(&places)], &[Some(&here)])?;
+                continue;
+            }
+            let gathered = self.alloc(op, x.dtype(), *here.shape())?;
+            self.launch(&select, &[Some(x), Some(&places)], &[Some(&gathered)])?;
+            self.launch(&Kernel::Copy, &[Some(&gathered)], &[Some(&here)])?;
+        }
+        Ok(rows)
+    }
+}
+
 impl Cx {
     /// The slices of `x` along `dim` that `index` (1-d) names, in its order.
     ///

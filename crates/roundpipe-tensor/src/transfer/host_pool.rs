@@ -77,6 +77,18 @@ impl HostPool {
             .for_each(|event| event.state().wait_quietly());
     }
 
+    /// Lends memory for as long as `work` runs. The host waits for copies that still use it.
+    ///
+    /// # Errors
+    /// When the system has no memory.
+    pub fn lend<R>(&self, bytes: usize, work: impl FnOnce(&HostBuf) -> R) -> Result<R> {
+        let (buf, free) = self.take(bytes)?;
+        free.iter().for_each(|event| event.state().wait_quietly());
+        let done = work(&buf);
+        self.give_back(buf, Vec::new(), Vec::new());
+        Ok(done)
+    }
+
     /// A buffer of at least `bytes`, and what a lane must wait for before it writes there.
     pub(super) fn take(&self, bytes: usize) -> Result<(HostBuf, Vec<Event>)> {
         let fits = |buf: &HostBuf| buf.len() >= bytes && buf.len() <= bytes + bytes / 4 + 4096;

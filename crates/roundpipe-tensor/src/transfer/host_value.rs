@@ -69,17 +69,18 @@ impl HostValue {
         Ok(Self::new(dtype, shape, Backing::Given { buf, claim }))
     }
 
-    /// Bytes that the host writes now, in memory of `pool`, which lets go of it as of any host value.
+    /// Values that the host writes now, in memory of `pool`, which lets go of it as of any host value.
     /// The host waits for copies that still use the memory.
     ///
     /// # Errors
     /// When the system has no memory; what `write` returns.
     pub fn written_by_host<E: From<Error>>(
         pool: &Arc<HostPool>,
-        bytes: usize,
+        dtype: DType,
+        shape: Shape,
         write: impl FnOnce(&HostBuf) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let shape = Shape::new(&[bytes])?;
+        let bytes = shape.numel() * dtype.size();
         // Pinning memory stops the driver for milliseconds, so a value that is a little larger than
         // the last must find that one's memory large enough.
         let (buf, free) = pool.take(rounded_up(bytes))?;
@@ -90,7 +91,7 @@ impl HostValue {
             written: None,
             pool: pool.clone(),
         };
-        let value = Self::new(DType::U8, shape, backing);
+        let value = Self::new(dtype, shape, backing);
         let bytes = buf.slice(0..bytes)?;
         drop(buf);
         write(&bytes)?;

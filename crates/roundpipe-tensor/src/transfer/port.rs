@@ -89,6 +89,11 @@ impl Port {
         &self.worker
     }
 
+    /// Whose memory it sends values to.
+    pub fn host_pool(&self) -> &Arc<HostPool> {
+        &self.host
+    }
+
     /// What passes through.
     pub fn log(&self) -> &CopyLog {
         &self.log

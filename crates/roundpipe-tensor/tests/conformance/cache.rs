@@ -1,7 +1,9 @@
 //! Caches: what is written stays, and attention to the filled part is attention to that part.
 
+use std::sync::Arc;
+
 use roundpipe_tensor::ops::Attention;
-use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Error, Result, SimWorld, Tensor, Worker};
+use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Device, Error, Result, SimWorld, Tensor, Worker};
 
 use crate::bed::{self, Input, Strict, check_with, fixed, noise, values};
 
@@ -132,6 +134,72 @@ fn written_rows_conform() {
         };
         check_with(&format!("rows of {width}"), &inputs, FORWARD, write);
     }
+}
+
+/// Rows of a table beside tasks, in its own type and in another, each as often as it is named.
+#[test]
+fn rows_beside_conform() {
+    for dtype in [None, Some(DType::F32), Some(DType::BF16)] {
+        let inputs = [quiet(9, &[5, 3]), fixed(DType::I32, &[4, 0, 3, 4], &[4])];
+        let gather = |cx: &mut Cx, x: &[Tensor]| {
+            let dtype = dtype.unwrap_or(x[0].dtype());
+            let rows = cx.worker().rows_beside(&x[0], &x[1], dtype, 0)?;
+            // Compared in the type of the inputs.
+            Ok(vec![cx.cast(&rows.expect("there is room"), x[0].dtype())?])
+        };
+        check_with(
+            &format!("rows beside as {dtype:?}"),
+            &inputs,
+            FORWARD,
+            gather,
+        );
+    }
+}
+
+/// More rows than are gathered at a time have the bits of a cast of the whole table; where there is no
+/// room for them there are none.
+#[test]
+fn many_rows_are_gathered_in_pieces() {
+    const WIDTH: usize = 1 << 20;
+    let world = SimWorld::seeded(3).unwrap();
+    let sim = world.workers(1).remove(0);
+    let cpu: Arc<dyn Device> = Cpu::new(Some(2)).unwrap();
+    for device in [cpu, sim] {
+        let device = Worker::new(device, Bytes::mib(112)).unwrap();
+        let mut cx = Cx::infer(&device);
+        let table: Vec<f32> = (0..3 * WIDTH).map(|i| i as f32 * 0.37).collect();
+        let table = cx.tensor(&table, &[3, WIDTH]).unwrap();
+        let whole = cx.cast(&table, DType::BF16).unwrap();
+        let whole: Vec<u16> = bits(&whole);
+        let places = [2_i32, 0, 0, 1, 2, 0, 1, 1, 2, 0];
+        let at = cx.tensor(&places, &[places.len()]).unwrap();
+        let rows = device.rows_beside(&table, &at, DType::BF16, 0).unwrap();
+        let rows = bits(&rows.expect("there is room"));
+        for (row, place) in rows.chunks(WIDTH).zip(places) {
+            let start = place as usize * WIDTH;
+            assert!(row == &whole[start..start + WIDTH], "row {place}");
+        }
+    }
+    let sim = world.workers(1).remove(0);
+    let device = Worker::new(sim, Bytes::mib(1)).unwrap();
+    let mut cx = Cx::infer(&device);
+    let table = cx.zeros(DType::F32, &[4, 64]).unwrap();
+    let at = cx.tensor(&[0_i32; 2048], &[2048]).unwrap();
+    let rows = device
+        .rows_beside(&table, &at, DType::F32, 1 << 19)
+        .unwrap();
+    assert!(rows.is_some(), "half of the memory");
+    let more = device
+        .rows_beside(&table, &at, DType::F32, 1 << 19)
+        .unwrap();
+    assert!(more.is_none(), "the other half is for tasks");
+}
+
+fn bits(tensor: &Tensor) -> Vec<u16> {
+    let all: Vec<roundpipe_tensor::bf16> = tensor.to_vec().unwrap();
+    all.into_iter()
+        .map(roundpipe_tensor::bf16::to_bits)
+        .collect()
 }
 
 /// Rows come to their places, others stay, also minus zero; a place outside is refused.

@@ -381,9 +381,11 @@ impl Machine {
         }
     }
 
-    /// What a planner may assume, with an update that moves so many bytes per parameter.
-    pub(super) fn rates(&self, update_bytes: f64) -> MachineRates {
+    /// What a planner may assume, with an update that moves so many bytes per parameter and of a table
+    /// in front updates so many rows first.
+    pub(super) fn rates(&self, update_bytes: f64, first_rows: Option<usize>) -> MachineRates {
         MachineRates {
+            first_rows,
             upload_bytes_per_s: self.upload,
             download_bytes_per_s: self.download,
             updated_params_per_s: self.update_rate / update_bytes.max(1.0),

@@ -28,6 +28,7 @@ use crate::exec::model::Model;
 use crate::exec::optimizer_thread::OptimizerOptions;
 use crate::exec::repeats::Repeats;
 use crate::exec::ring::{Ring, RingOptions};
+use crate::exec::row_gradients::LandedRows;
 use crate::groups::{self, ParamGroup};
 use crate::layer::Layer;
 use crate::optim::{MomentType, Rule, check_moments, check_optim_dtype};
@@ -420,6 +421,7 @@ impl<M: Layer + 'static> Builder<M> {
             inference,
             repeats: Repeats::default(),
             early_rows: EarlyRows::default(),
+            landed_rows: LandedRows::default(),
             fp8,
             hooks: Mutex::default(),
         };

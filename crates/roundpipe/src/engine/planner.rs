@@ -18,6 +18,7 @@ use crate::cost::{
     model_costs,
 };
 use crate::error::{Error, Result};
+use crate::exec::early_rows::TABLE;
 use crate::exec::model::Model;
 use crate::exec::ring::Ring;
 use crate::plan::{ExecutePlan, Lag, Pass, PlanKind, Stage};
@@ -183,11 +184,23 @@ impl Planner {
             state.rates.record(lane, COPY, 1e3 * COPY as f64 / rate);
         }
         for layer in self.layers.clone() {
-            let trained = self.model.store.layer(layer).own_trainable();
-            let count: usize = trained.map(|(_, param)| param.shape.numel()).sum();
-            let ms = 1e3 * count as f64 / known.updated_params_per_s;
+            let awaited = self.awaited_params(layer, known.first_rows);
+            let ms = 1e3 * awaited as f64 / known.updated_params_per_s;
             let layer = layer - self.layers.start;
             state.times.record(layer, Phase::Update, ms);
+        }
+    }
+
+    /// Trained parameters of a layer whose update the next forward waits for.
+    fn awaited_params(&self, layer: usize, first_rows: Option<usize>) -> usize {
+        let stored = self.model.store.layer(layer);
+        let trained = stored.own_trainable();
+        let count: usize = trained.map(|(_, param)| param.shape.numel()).sum();
+        match (first_rows, stored.params()) {
+            (Some(rows), [table]) if layer == TABLE && table.shape.rank() == 2 => {
+                count.min(rows * table.shape.dims()[1])
+            }
+            _ => count,
         }
     }
 

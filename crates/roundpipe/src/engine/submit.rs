@@ -427,7 +427,7 @@ impl Core {
             keep = self.keep_plan(&recomputed, &assigned, of_call, &needs, &hold);
         }
         let workers = self.ring.workers().iter();
-        let spec = CallSpec {
+        let mut spec = CallSpec {
             id: sequence.next_call,
             model: self.model.clone(),
             part: request.part,
@@ -464,6 +464,7 @@ impl Core {
                 && self.ring.len() == 1
                 && prepared.config.output_device != OutputDevice::Host,
             wants_input_grads: prepared.wants_input_grads,
+            table_rows: None,
             board: self.ring.board().clone(),
             ring_calls: self.ring.calls().clone(),
         };
@@ -473,7 +474,7 @@ impl Core {
             sequence.number += u64::from(training);
         }
         let sources = prepared.inputs.sources;
-        let rows = self.rows_read(&spec, &sources);
+        spec.table_rows = self.rows_read(&spec, &sources);
         let call = Call::new(spec, &self.call_list, sources, prepared.labels);
         sequence.watched.push(call.clone());
         if self.has_failed(sequence) {
@@ -482,29 +483,34 @@ impl Core {
             call.fail(cancelled());
             return Err(self.recover(sequence).unwrap_or_else(cancelled));
         }
-        self.ask_for_rows(&call, rows);
+        self.ask_for_rows(&call);
         Ok(call)
     }
 
-    /// The rows of the table in front of the model that a call reads, where it can do without the
-    /// others until its backward. This alone decides who may read rows.
-    fn rows_read(&self, spec: &CallSpec, sources: &[Tree<Source>]) -> Option<CallRows> {
-        let first = &spec.stages[0];
-        let worker = &self.ring.workers()[spec.workers[0]];
-        let device = worker.device();
-        let copies = device.moves_bytes() && !device.aliases_host();
-        let begins = first.pass == Pass::Forward && first.layers.start == TABLE;
+    /// The rows of the table in front of the model that a call reads, where workers copy it.
+    fn rows_read(&self, spec: &CallSpec, sources: &[Tree<Source>]) -> Option<Arc<CallRows>> {
+        let begins = spec.stages[0].layers.start == TABLE;
+        let copies = spec.workers.iter().any(|worker| self.copies(*worker));
         if !(spec.trains && begins && copies) {
             return None;
         }
         rows_of_call(&self.model, sources)
     }
 
-    /// Asks the update under way for the rows that a call reads, or for the whole table.
-    fn ask_for_rows(&self, call: &Arc<Call>, rows: Option<CallRows>) {
+    /// Whether weights are copied to a worker.
+    fn copies(&self, worker: usize) -> bool {
+        let device = self.ring.workers()[worker].device();
+        device.moves_bytes() && !device.aliases_host()
+    }
+
+    /// Asks the update under way for the rows that a call reads, where its forward can do without the
+    /// others, or for the whole table. This alone decides who may read rows.
+    fn ask_for_rows(&self, call: &Arc<Call>) {
         let spec = &call.spec;
         let early = &self.model.early_rows;
         let layers = self.parts[spec.part].layers.clone();
+        let is_apart = spec.stages[0].pass == Pass::Forward && self.copies(spec.workers[0]);
+        let rows = spec.table_rows.as_ref().filter(|_| is_apart);
         if spec.trains && layers.contains(&TABLE) {
             early.expect(rows.is_some());
         }
@@ -523,7 +529,7 @@ impl Core {
         };
         // Before the jobs are queued, which look for it.
         if early.ask(request) {
-            call.set_early_rows(rows);
+            call.set_early_rows(rows.clone());
         }
     }
 

@@ -99,6 +99,8 @@ pub(crate) struct CallSpec {
     /// Whether outputs stay on the worker that made them.
     pub keeps_outputs: bool,
     pub wants_input_grads: bool,
+    /// The rows that it reads of the table in front of the model, where that is all it reads of it.
+    pub table_rows: Option<Arc<CallRows>>,
     pub board: Board,
     /// The calls of all engines on the same workers.
     pub ring_calls: Arc<CallList>,
@@ -186,7 +188,7 @@ struct CallState {
     /// An earlier call whose gradients this one adds to.
     adds_to: Option<Arc<Call>>,
     /// The rows that it reads before their table is published.
-    early_rows: Option<CallRows>,
+    early_rows: Option<Arc<CallRows>>,
     /// The lowest place of the random stream since the call was submitted.
     first_number: u64,
     /// Buffers to write when the call is committed.
@@ -571,12 +573,12 @@ impl Call {
     }
 
     /// Rows come before their table: the optimizer has taken the request.
-    pub fn set_early_rows(&self, rows: CallRows) {
+    pub fn set_early_rows(&self, rows: Arc<CallRows>) {
         self.lock().early_rows = Some(rows);
     }
 
     /// The rows that come before their table.
-    pub fn early_rows(&self) -> Option<CallRows> {
+    pub fn early_rows(&self) -> Option<Arc<CallRows>> {
         self.lock().early_rows.clone()
     }
 

@@ -26,13 +26,15 @@ use roundpipe_tensor::transfer::{FilledSlot, Port, Slot, SlotSegment};
 use roundpipe_tensor::{HostBuf, Tensor, nvtx};
 
 use super::call::Call;
+use super::early_rows::CallRows;
 use super::early_weights::EarlyRequest;
+use super::row_gradients::{Rounded, RowLanding};
 use crate::error::{Error, Result};
 use crate::sync::{lock, unpoisoned};
 use crate::version::ReadTicket;
 
 /// Weights and gradients travel in pieces of this size, so that activations can pass between them.
-const CHUNK: u64 = 16 << 20;
+pub(super) const CHUNK: u64 = 16 << 20;
 const MOST_DOWNLOADS: usize = 2;
 /// How often uploads that cannot begin are looked at while some of them are early.
 const READY_POLL: Duration = Duration::from_micros(100);
@@ -97,6 +99,21 @@ pub(crate) struct Gradient {
     pub layer: usize,
     pub param: usize,
     pub tensor: Tensor,
+    /// The rows that it consists of, if it is not whole.
+    pub rows: Option<Arc<CallRows>>,
+}
+
+impl Gradient {
+    /// Of a layer's parameter.
+    pub fn new((layer, param): (usize, usize), rounded: Rounded) -> Self {
+        let Rounded { tensor, rows } = rounded;
+        Self {
+            layer,
+            param,
+            tensor,
+            rows,
+        }
+    }
 }
 
 /// Jobs whose gradients are on their way.
@@ -428,45 +445,69 @@ fn try_download(port: &Port, download: GradientDownload, current: &mut usize) ->
     }
     let store = &call.spec.model.store;
     let _range = nvtx::range(|| format!("{} gradients out", call.spec.model.name));
-    // All copies are queued before the first is awaited, so that the lane has always work.
-    let mut flights = Vec::with_capacity(gradients.len());
+    // All copies are queued before the first is awaited, so that the lane has always work; rows have
+    // no memory of their own and are queued when it is their turn.
+    let mut landings = Vec::with_capacity(gradients.len());
     for gradient in gradients {
-        let layer = gradient.layer;
+        let (layer, param) = (gradient.layer, gradient.param);
         *current = layer;
         {
             let what = "waiting for the optimizer to read the last ones";
             let _on_board = call.spec.board.wait("gradients", what);
             store.wait_grad_free(layer, call.spec.step, &call.abort)?;
         }
-        let Some(range) = store.layer(layer).grad_range(gradient.param)? else {
+        let Some(range) = store.layer(layer).grad_range(param)? else {
             continue;
         };
-        let parts = parts(&range)?;
-        let parts = port.unload("gradient", &gradient.tensor, &after, parts)?;
-        flights.push((layer, gradient.param, parts));
+        let landing = match gradient.rows.clone() {
+            Some(rows) => Landing::Rows(RowLanding::new(gradient, rows, range).into()),
+            None => {
+                let parts = parts(&range)?;
+                Landing::Whole(port.unload("gradient", &gradient.tensor, &after, parts)?)
+            }
+        };
+        landings.push((layer, param, landing));
     }
-    if flights.is_empty() {
+    if landings.is_empty() {
         // Nothing else shows that the kernels of the job have run.
         after.fence()?;
     }
-    let mut flights = flights.into_iter().peekable();
-    while let Some((layer, param, parts)) = flights.next() {
+    let mut landings = landings.into_iter().peekable();
+    while let Some((layer, param, landing)) = landings.next() {
         *current = layer;
-        let mut landed = 0;
-        for part in parts {
-            let (_, mut host) = part.land()?;
-            landed += host.bytes().len();
-            // The optimizer reads what has landed, so no claim to write it may be left.
-            drop(host);
-            call.mark_part_landed(layer, param, landed);
+        match landing {
+            Landing::Whole(parts) => land_parts(&call, (layer, param), parts)?,
+            Landing::Rows(rows) => rows.land(port, &call, &after)?,
         }
         // Before it counts as landed: the optimizer reads a layer that has landed at once.
         store.layer(layer).set_filled(param, true);
         // Gradients come sorted by layer (`round_gradients`).
-        let is_last = flights.peek().is_none_or(|(next, ..)| *next != layer);
+        let is_last = landings.peek().is_none_or(|(next, ..)| *next != layer);
         if is_last {
             call.mark_landed(layer);
         }
+    }
+    Ok(())
+}
+
+/// A gradient on its way to host memory.
+enum Landing {
+    Whole(Vec<Flight<(Tensor, HostMut)>>),
+    Rows(Box<RowLanding>),
+}
+
+fn land_parts(
+    call: &Call,
+    (layer, param): (usize, usize),
+    parts: Vec<Flight<(Tensor, HostMut)>>,
+) -> Result<()> {
+    let mut landed = 0;
+    for part in parts {
+        let (_, mut host) = part.land()?;
+        landed += host.bytes().len();
+        // The optimizer reads what has landed, so no claim to write it may be left.
+        drop(host);
+        call.mark_part_landed(layer, param, landed);
     }
     Ok(())
 }

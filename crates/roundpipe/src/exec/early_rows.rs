@@ -37,12 +37,18 @@ use crate::update::{LateMoments, OpenTable};
 /// The layer that may be such a table: only the first has host values as its input.
 pub(crate) const TABLE: usize = 0;
 
-/// The rows that each microbatch of a call brings, in ascending order.
-pub(crate) type CallRows = Arc<[Vec<u32>]>;
+/// The rows of the table that a call reads, in ascending order.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct CallRows {
+    /// Those of each microbatch that none before it reads.
+    pub new: Vec<Vec<u32>>,
+    /// Those of all of them.
+    pub all: Vec<u32>,
+}
 
 /// The rows that the table's layer reads for these inputs; `None` where it may read others or an
 /// input is still to be computed.
-pub(crate) fn rows_of_call(model: &Model, inputs: &[Tree<Source>]) -> Option<CallRows> {
+pub(crate) fn rows_of_call(model: &Model, inputs: &[Tree<Source>]) -> Option<Arc<CallRows>> {
     let [table] = model.store.layer(TABLE).params() else {
         return None;
     };
@@ -50,15 +56,18 @@ pub(crate) fn rows_of_call(model: &Model, inputs: &[Tree<Source>]) -> Option<Cal
         return None;
     };
     let mut seen = vec![false; count];
-    let mut rows = Vec::with_capacity(inputs.len());
+    let mut new = Vec::with_capacity(inputs.len());
     for input in inputs {
         let input = input
             .clone()
             .try_map(|source| host_tensor(&source).ok_or(()));
         let ids = model.layers[TABLE].1.rows_read(&input.ok()?)?;
-        rows.push(new_rows(&ids, &mut seen)?);
+        new.push(new_rows(&ids, &mut seen)?);
     }
-    Some(rows.into())
+    let seen = seen.into_iter().enumerate();
+    let all = seen.filter(|(_, is_seen)| *is_seen);
+    let all = all.map(|(row, _)| row as u32).collect();
+    Some(Arc::new(CallRows { new, all }))
 }
 
 /// A user's value, as it was given.
@@ -124,7 +133,7 @@ struct RowQueue {
 /// A call's rows.
 pub(crate) struct RowRequest {
     pub call: Arc<Call>,
-    pub rows: CallRows,
+    pub rows: Arc<CallRows>,
     /// Where new rows are put for the worker to read.
     pub memory: Arc<HostPool>,
     /// The microbatch that is served next.
@@ -137,7 +146,7 @@ impl RowRequest {
         let first_stage = &self.call.spec.stages[0].layers;
         // The first microbatch runs through the layers of its stage before the second begins.
         let is_urgent = self.next == 0 || layer >= first_stage.end;
-        self.next < self.rows.len() && is_urgent
+        self.next < self.rows.new.len() && is_urgent
     }
 }
 
@@ -256,26 +265,21 @@ impl<'a> TableUpdate<'a> {
 fn stage_next(table: &mut OpenTable<'_>, request: &mut RowRequest) -> Result<()> {
     let microbatch = request.next;
     request.next += 1;
-    let rows = &request.rows[microbatch];
+    let rows = &request.rows.new[microbatch];
     if rows.is_empty() || request.call.has_failed() {
         return Ok(());
     }
     let bytes = rows.len() * table.row_bytes();
     let mut updated = Ok(());
-    let staged = HostValue::written_by_host(
-        &request.memory,
-        bytes + rows.len() * size_of::<i32>(),
-        |memory| -> Result<()> {
+    let all = Shape::new(&[bytes + rows.len() * size_of::<i32>()])?;
+    let staged =
+        HostValue::written_by_host(&request.memory, DType::U8, all, |memory| -> Result<()> {
             let mut values = memory.write(0..bytes)?;
             updated = table.update_rows(rows, Some(&mut values));
             let mut places = memory.write(bytes..memory.len())?;
-            let places = places.as_mut_slice::<i32>();
-            for (place, row) in places.iter_mut().zip(rows) {
-                *place = *row as i32;
-            }
+            write_places(rows, places.as_mut_slice());
             Ok(())
-        },
-    );
+        });
     updated?;
     match staged {
         Ok(staged) => request.call.put_rows(microbatch, staged),
@@ -283,6 +287,13 @@ fn stage_next(table: &mut OpenTable<'_>, request: &mut RowRequest) -> Result<()>
         Err(error) => request.call.fail(error),
     }
     Ok(())
+}
+
+/// Rows as kernels read them.
+pub(super) fn write_places(rows: &[u32], places: &mut [i32]) {
+    for (place, row) in places.iter_mut().zip(rows) {
+        *place = *row as i32;
+    }
 }
 
 /// Where the rows of a job's table arrive.
@@ -295,7 +306,7 @@ pub(crate) struct RowSlots {
 /// A table of the current job, of which some rows are there.
 pub(super) struct ArrivingRows {
     table: Tensor,
-    rows: CallRows,
+    rows: Arc<CallRows>,
     staged: Vec<Option<Slot>>,
 }
 
@@ -325,7 +336,7 @@ impl Launcher {
             let slot = (!rows.is_empty()).then(|| slot(rows.len() * row_bytes));
             slot.transpose()
         };
-        match rows.iter().map(of_rows).collect() {
+        match rows.new.iter().map(of_rows).collect() {
             Ok(staged) => Some(RowSlots { table, staged }),
             Err(_) => {
                 call.spec.model.early_rows.ask_all(call.spec.version);
@@ -368,7 +379,7 @@ impl Launcher {
             return Ok(());
         };
         let table = arriving.table.clone();
-        let count = arriving.rows[task.microbatch].len();
+        let count = arriving.rows.new[task.microbatch].len();
         let staged = task.call.wait_rows(&self.who, task.microbatch)?;
         let name = &task.spec().model.layers[layer].0;
         let written = self.write_rows(&format!("rows of {name}"), slot, &staged, &table, count);

@@ -25,6 +25,7 @@ use super::early_weights::EarlyWeights;
 use super::held_weights::HeldWeights;
 use super::kept_weights::KeptWeights;
 use super::queue::{JobQueue, StageJob};
+use super::row_gradients::Rounded;
 use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
 use super::weights::{LoadedLayers, ResidentWeights};
@@ -333,21 +334,16 @@ impl Launcher {
     ) -> roundpipe_tensor::Result<Vec<Gradient>> {
         let index = layer.index;
         let stored = task.spec().model.store.layer(index);
-        let working = self.next_working();
         let mut gradients = Vec::new();
         for (param, sum) in layer.sums.iter().enumerate() {
             let Some(sum) = sum else {
                 continue;
             };
             let dtype = stored.params()[param].grad_dtype;
-            let Some(tensor) = self.worker().copied_beside(sum, dtype, working)? else {
+            let Some(rounded) = self.rounded_beside(task, index, sum, dtype)? else {
                 return Ok(Vec::new());
             };
-            gradients.push(Gradient {
-                layer: index,
-                param,
-                tensor,
-            });
+            gradients.push(Gradient::new((index, param), rounded));
         }
         layer.sums.iter_mut().for_each(|sum| *sum = None);
         Ok(gradients)
@@ -368,30 +364,29 @@ impl Launcher {
                     continue;
                 };
                 let dtype = stored.params()[param].grad_dtype;
-                let tensor = self.rounded(sum, dtype);
-                let tensor = tensor.map_err(|error| task.error(Some(index), error))?;
-                gradients.push(Gradient {
-                    layer: index,
-                    param,
-                    tensor,
-                });
+                let rounded = self.rounded(task, index, sum, dtype);
+                let rounded = rounded.map_err(|error| task.error(Some(index), error))?;
+                gradients.push(Gradient::new((index, param), rounded));
             }
         }
         Ok(gradients)
     }
 
     /// A sum in another type. It outlives the job, so it leaves the working memory if it can.
-    fn rounded(&self, sum: Tensor, dtype: DType) -> roundpipe_tensor::Result<Tensor> {
-        if self.worker().device().aliases_host() {
-            return self.worker().cast(&sum, dtype);
-        }
-        match self
-            .worker()
-            .copied_beside(&sum, dtype, self.next_working())?
+    fn rounded(
+        &self,
+        task: &Task<'_>,
+        layer: usize,
+        sum: Tensor,
+        dtype: DType,
+    ) -> roundpipe_tensor::Result<Rounded> {
+        if !self.worker().device().aliases_host()
+            && let Some(rounded) = self.rounded_beside(task, layer, &sum, dtype)?
         {
-            Some(tensor) => Ok(tensor),
-            None => self.worker().cast(&sum, dtype),
+            return Ok(rounded);
         }
+        let tensor = self.worker().cast(&sum, dtype)?;
+        Ok(Rounded { tensor, rows: None })
     }
 
     // ---- room ----

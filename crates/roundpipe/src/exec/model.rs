@@ -9,6 +9,7 @@ use roundpipe_tensor::{Cx, ParamId, Result as TensorResult, Tensor};
 use super::early_rows::EarlyRows;
 use super::hooks::Hooks;
 use super::repeats::Repeats;
+use super::row_gradients::LandedRows;
 use crate::layer::Layer;
 use crate::store::Store;
 use crate::tree::Tree;
@@ -35,6 +36,8 @@ pub(crate) struct Model {
     pub repeats: Repeats,
     /// What calls ask of the update under way.
     pub early_rows: EarlyRows,
+    /// What is known of the table's gradient in host memory.
+    pub landed_rows: LandedRows,
     /// Whether projections run in fp8, in training.
     pub fp8: bool,
     /// What is registered now; a call takes it as it is.

@@ -475,7 +475,7 @@ pub(super) fn each_chunk<T: Send, R: Send>(
 
 /// Gives `task` each part with its number, and collects the results. A part is one thread's, which
 /// `task` goes on with.
-pub(super) fn each_part<T: Send, R: Send>(
+pub(crate) fn each_part<T: Send, R: Send>(
     threads: &Threads,
     parts: impl Iterator<Item = T>,
     task: impl Fn(&Threads, usize, T) -> Result<R> + Sync,

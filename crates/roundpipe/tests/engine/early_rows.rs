@@ -147,11 +147,19 @@ fn row_copies(engine: &RoundPipe) -> usize {
     rows.count()
 }
 
+/// How many copies of gradients had only rows of the table.
+fn gradient_row_copies(engine: &RoundPipe) -> usize {
+    let spans = engine.trace().spans().into_iter();
+    let rows = spans
+        .filter(|span| span.track.lane == Lane::GradDownload && span.name == "rows of a gradient");
+    rows.count()
+}
+
 /// The same bits as on the processor, where weights are read in place: any grain and stage, one
-/// worker and two, tied and not, f32 and bf16; and rows do come first.
+/// worker and two, tied and not, f32 and bf16; and rows do come first, and leave alone.
 #[test]
 fn rows_that_come_first_change_no_bit() {
-    let mut copies = 0;
+    let (mut copies, mut gradients) = (0, 0);
     for (dtype, tied) in [
         (DType::F32, true),
         (DType::BF16, true),
@@ -170,6 +178,7 @@ fn rows_that_come_first_change_no_bit() {
                 engine.trace().on();
                 assert_eq!(train_all(&engine, &forward, grain), losses, "{name}");
                 copies += row_copies(&engine);
+                gradients += gradient_row_copies(&engine);
                 drop(engine);
                 assert_eq!(
                     models::params(&model),
@@ -181,6 +190,8 @@ fn rows_that_come_first_change_no_bit() {
         }
     }
     assert!(copies > 0, "no call has read rows before their table");
+    let calls = 3 * 2 * 2 * STEPS as usize;
+    assert_eq!(gradients, calls, "copies of rows of gradients");
 }
 
 /// Other rules, moments in fewer bits, two slabs of weights, one job after another, little memory:
@@ -302,6 +313,60 @@ fn what_comes_between_changes_no_bit() {
         assert_eq!(world.races(), [], "{workers} workers");
     }
     assert!(copies > 0, "no call has read rows before their table");
+}
+
+/// Rows of a gradient that is larger than what is under way at a time, others in every step, few and
+/// many, in one call and in two of a step: all have the bits of the whole gradient, and rows of the
+/// step before are zero again.
+#[test]
+fn rows_of_a_large_gradient_find_their_places() {
+    const MANY: usize = 180_000;
+    const WIDE: usize = 256;
+    let ids = |step: usize| {
+        // From 40 rows of all parts of the table to 1, and more than half of a part in between.
+        let spread = [4_421, 1, 97, 13, 70_003][step % 5];
+        let ids = (0..BATCH * SEQ).map(|i| ((i * spread + 31 * step) % MANY) as i64);
+        HostTensor::from_slice(&ids.collect::<Vec<_>>(), &[BATCH, SEQ]).unwrap()
+    };
+    let run = |devices: Vec<Arc<dyn Device>>| {
+        let mut init = Init::new(5, DType::BF16);
+        let weight = Param::zeros(DType::BF16, &[MANY, WIDE]).unwrap();
+        let table = Embedding {
+            weight: weight.clone(),
+        };
+        let head = Linear::new(&mut init, WIDE, ROWS, false).unwrap();
+        let model = Sequential::new().with(table).with(head);
+        let engine = RoundPipe::builder(model.clone())
+            .optimizer(Rule::Sgd(Sgd::default()))
+            .seed(models::SEED)
+            .devices(devices)
+            .memory(Bytes::mib(600))
+            .run_config(RunConfig::default().num_microbatch(2))
+            .build()
+            .unwrap();
+        engine.trace().on();
+        let mut norms = Vec::new();
+        for step in 0..7 {
+            for call in 0..=usize::from(step == 3) {
+                let call = engine.train(ids(step + call)).labels(tokens(step as u64));
+                call.loss(loss).run().unwrap();
+            }
+            let step = engine.update(&clipped(), Lag::Zero).unwrap();
+            norms.push(step.wait().unwrap().grad_norm.to_bits());
+        }
+        let copies = gradient_row_copies(&engine);
+        drop(engine);
+        let rows = weight.data().read_all().unwrap().bytes().to_vec();
+        (norms, rows, copies)
+    };
+    let (norms, rows, _) = run(models::cpus(1));
+    let (world, devices) = sims(3, 2);
+    let (sim_norms, sim_rows, copies) = run(devices);
+    assert_eq!(sim_norms, norms);
+    assert!(sim_rows == rows, "rows of the table differ");
+    assert_eq!(world.races(), []);
+    // One for each part of the table that has rows, and none of the second call of a step.
+    assert!(copies > 7, "{copies} copies of rows");
 }
 
 /// An engine that is dropped while a call waits for rows ends, and its step is made.

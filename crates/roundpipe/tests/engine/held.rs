@@ -115,6 +115,7 @@ pub fn engine_of(
         upload_bytes_per_s: rate,
         download_bytes_per_s: 1e15,
         updated_params_per_s: 1e9,
+        first_rows: None,
     };
     engine.assume_rates(&rates).unwrap();
     engine

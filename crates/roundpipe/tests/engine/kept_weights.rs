@@ -161,6 +161,7 @@ fn weights_stay_first_beside_a_slow_link() {
                 upload_bytes_per_s,
                 download_bytes_per_s: 1e15,
                 updated_params_per_s: 1e9,
+                first_rows: None,
             })
             .unwrap();
         train(&engine, &config(), Lag::Zero);

@@ -103,6 +103,7 @@ fn run(
         upload_bytes_per_s: 1e3,
         download_bytes_per_s: 1e15,
         updated_params_per_s: 1e9,
+        first_rows: None,
     })?;
     let mut losses = Vec::new();
     for _ in 0..steps {
