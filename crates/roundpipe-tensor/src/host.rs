@@ -58,6 +58,23 @@ pub struct HostBuf {
     view: Range<usize>,
 }
 
+/// The bytes of a view at one moment ([`HostBuf::mark`]): of two equal marks, the later one found the
+/// same view, and it was not lent for writing in between. A mark keeps no bytes alive, and no other
+/// memory has an equal one, also after its own is gone.
+#[derive(Debug, Clone)]
+pub struct HostMark {
+    /// While it is held, nothing else is allocated at the address that it is compared by.
+    memory: Weak<Inner>,
+    view: Range<usize>,
+    writes: u64,
+}
+
+impl PartialEq for HostMark {
+    fn eq(&self, other: &Self) -> bool {
+        self.memory.ptr_eq(&other.memory) && self.view == other.view && self.writes == other.writes
+    }
+}
+
 struct Inner {
     name: String,
     ptr: *mut u8,
@@ -487,6 +504,15 @@ impl HostBuf {
             .filter(meets)
             .map(|(_, count)| count)
             .sum()
+    }
+
+    /// The bytes of this view as they are, to ask later whether they still are.
+    pub fn mark(&self) -> HostMark {
+        HostMark {
+            memory: Arc::downgrade(&self.memory),
+            view: self.view.clone(),
+            writes: self.writes(),
+        }
     }
 
     /// Whether this is memory of [`HostBuf::zeroed`] that was never lent for writing: all zeros, and

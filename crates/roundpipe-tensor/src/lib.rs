@@ -80,7 +80,7 @@ pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use fp8::Fp8;
 pub use half::{bf16, f16};
-pub use host::{HostBuf, HostMut, HostRef, Pin};
+pub use host::{HostBuf, HostMark, HostMut, HostRef, Pin};
 pub use host_tensor::{Hits, HostTensor};
 pub use kernel_times::KernelTime;
 pub use meta::Meta;

@@ -47,8 +47,7 @@ use self::keeper::{StoreKeeper, claimable};
 pub use self::layer::StoreLayer;
 use self::layout::ALIGN;
 pub use self::layout::StoredParam;
-pub(crate) use self::writes::Overwritten;
-use self::writes::Writes;
+pub(crate) use self::writes::{Overwritten, Writes};
 use crate::error::Result;
 use crate::groups::ResolvedGroups;
 use crate::layer::Layer;
@@ -86,13 +85,13 @@ pub struct Segment {
 }
 
 /// The frozen weights of a layer, where they can be sent apart from its trained ones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct FrozenPart {
     /// Where they begin in the layer's device block.
     pub block_offset: usize,
     pub bytes: usize,
     /// Changes whenever they may have changed.
-    pub writes: u64,
+    pub writes: Writes,
 }
 
 /// Bytes of host memory by kind.
@@ -339,7 +338,7 @@ impl Store {
         Some(FrozenPart {
             block_offset,
             bytes: here.sizes.block - block_offset,
-            writes: writes.number(),
+            writes,
         })
     }
 

@@ -30,6 +30,7 @@ use super::early_rows::CallRows;
 use super::early_weights::EarlyRequest;
 use super::row_gradients::{Rounded, RowLanding};
 use crate::error::{Error, Result};
+use crate::store::Writes;
 use crate::sync::{lock, unpoisoned};
 use crate::version::ReadTicket;
 
@@ -82,7 +83,7 @@ pub(crate) struct FilledWeights {
     pub frozen: Option<FilledSlot>,
     /// [`Store::writes_at`](crate::Store) before host memory was read: who writes there later
     /// changes it.
-    pub writes: u64,
+    pub writes: Writes,
 }
 
 /// The gradients of a job to take away.

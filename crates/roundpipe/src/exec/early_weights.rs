@@ -30,7 +30,7 @@ use super::task::Task;
 use super::weights::frozen_part;
 use crate::error::{Error, Result};
 use crate::plan::Pass;
-use crate::store::FrozenPart;
+use crate::store::{FrozenPart, Writes};
 use crate::sync::{lock, unpoisoned};
 
 /// Jobs ahead that are looked at.
@@ -152,7 +152,7 @@ pub(super) struct EarlyWeights {
     layer: usize,
     bytes: u64,
     /// [`FrozenPart::writes`] when they were asked for.
-    writes: u64,
+    writes: Writes,
     upload: Arc<EarlyUpload>,
 }
 

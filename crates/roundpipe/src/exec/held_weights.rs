@@ -23,6 +23,7 @@ use super::call::Call;
 use super::model::Model;
 use super::repeats::spread;
 use crate::plan::Stage;
+use crate::store::Writes;
 
 /// Which layers' frozen weights stay, by worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -101,7 +102,7 @@ pub(super) struct HeldWeights {
     pub model: Weak<Model>,
     pub layer: usize,
     /// [`FrozenPart::writes`](crate::store::FrozenPart) when they were sent.
-    pub writes: u64,
+    pub writes: Writes,
     /// By parameter; `None` for trained ones.
     pub tensors: Vec<Option<Tensor>>,
 }

@@ -29,13 +29,14 @@ use super::launcher::Launcher;
 use super::queue::StageJob;
 use super::task::Task;
 use crate::plan::Pass;
+use crate::store::Writes;
 
 /// The weights of a layer that wait for their backward.
 pub(super) struct KeptWeights {
     pub call: Weak<Call>,
     layer: usize,
     /// [`Store::writes_at`](crate::Store) when they were uploaded.
-    writes: u64,
+    writes: Writes,
     tensors: Vec<Tensor>,
 }
 
@@ -52,7 +53,7 @@ impl Launcher {
         task: &Task<'_>,
         layer: usize,
         tensors: &[Tensor],
-        writes: u64,
+        writes: &Writes,
     ) {
         let chosen = &task.spec().keep.weights;
         if task.stage().pass != Pass::Forward || !chosen.contains(&layer) {
@@ -61,7 +62,7 @@ impl Launcher {
         self.kept_weights.push(KeptWeights {
             call: Arc::downgrade(task.call),
             layer,
-            writes,
+            writes: writes.clone(),
             tensors: tensors.to_vec(),
         });
     }

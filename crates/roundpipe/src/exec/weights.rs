@@ -11,7 +11,7 @@ use std::collections::hash_map::Entry;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use roundpipe_tensor::transfer::{HostValue, Slot};
+use roundpipe_tensor::transfer::{FilledSlot, HostValue, Slot};
 use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
 
 use super::call::Call;
@@ -26,7 +26,7 @@ use super::run_layer::LoadedLayer;
 use super::task::Task;
 use crate::error::Result;
 use crate::plan::Pass;
-use crate::store::{FrozenPart, StoreLayer, StoredParam};
+use crate::store::{FrozenPart, StoreLayer, StoredParam, Writes};
 
 /// Where a job finds a layer's weights. It is decided once, when they are requested: a user's write
 /// after that moment must not change the source.
@@ -69,18 +69,22 @@ pub(super) struct ResidentWeights {
     layer: usize,
     version: u64,
     /// [`Store::writes_at`](crate::Store) when they were uploaded.
-    writes: u64,
+    writes: Writes,
     tensors: Vec<Tensor>,
 }
 
 impl ResidentWeights {
+    fn are_for(&self, model: &Arc<Model>, layer: usize) -> bool {
+        self.layer == layer && std::ptr::addr_eq(self.model.as_ptr(), Arc::as_ptr(model))
+    }
+
     fn are_of(&self, call: &Call, layer: usize) -> bool {
         let spec = &call.spec;
-        !spec.training
-            && std::ptr::addr_eq(self.model.as_ptr(), Arc::as_ptr(&spec.model))
-            && self.layer == layer
-            && self.version == spec.version
-            && spec.model.store.writes_at(layer, spec.version).ok() == Some(self.writes)
+        if spec.training || self.version != spec.version || !self.are_for(&spec.model, layer) {
+            return false;
+        }
+        let now = spec.model.store.writes_at(layer, spec.version);
+        now.is_ok_and(|writes| writes == self.writes)
     }
 
     /// Whether a call at `version` of `model` may still use them, or a call of another engine.
@@ -107,10 +111,8 @@ impl Launcher {
         if self.worker().device().aliases_host() {
             return WeightSource::Host;
         }
-        let resident = self
-            .resident
-            .iter()
-            .find(|weights| weights.are_of(call, layer));
+        let mut resident = self.resident.iter();
+        let resident = resident.find(|weights| weights.are_of(call, layer));
         if let Some(weights) = resident {
             return WeightSource::Resident(weights.tensors.clone());
         }
@@ -140,7 +142,8 @@ impl Launcher {
             });
         }
         let mut held = self.held.iter();
-        match held.find(|held| held.are_of(model, layer) && held.writes == part.writes) {
+        let held = held.find(|held| held.are_of(model, layer) && held.writes == part.writes);
+        match held {
             Some(held) => FrozenSource::Held(part, held.tensors.clone()),
             None => FrozenSource::Stays(part),
         }
@@ -274,8 +277,8 @@ impl Launcher {
             WeightSource::Upload(frozen) => {
                 let (tensors, writes) = self.uploaded_weights(task, layer, frozen)?;
                 if is_as_uploaded(task.call, layer, frozen) {
-                    self.keep_resident(task.call, layer, &tensors, writes);
-                    self.keep_weights(task, layer, &tensors, writes);
+                    self.keep_resident(task.call, layer, &tensors, &writes);
+                    self.keep_weights(task, layer, &tensors, &writes);
                 }
                 if let FrozenSource::Stays(part) = frozen {
                     self.hold(task.call, layer, part, &tensors);
@@ -320,14 +323,18 @@ impl Launcher {
         task: &Task<'_>,
         layer: usize,
         source: &FrozenSource,
-    ) -> Result<(Vec<Tensor>, u64)> {
-        let mut uploaded = task.call.wait_weights(&self.who, task.stage, layer)?;
-        if let (FrozenSource::Early(_, early), None) = (source, &uploaded.frozen) {
-            uploaded.frozen = Some(early.wait()?);
+    ) -> Result<(Vec<Tensor>, Writes)> {
+        let uploaded = task.call.wait_weights(&self.who, task.stage, layer)?;
+        let FilledWeights {
+            slot,
+            mut frozen,
+            writes,
+        } = uploaded;
+        if let (FrozenSource::Early(_, early), None) = (source, &frozen) {
+            frozen = Some(early.wait()?);
         }
         let params = task.spec().model.store.layer(layer).params();
-        let writes = uploaded.writes;
-        let tensors = weights_in(params, uploaded, source);
+        let tensors = weights_in(params, slot, frozen, source);
         let tensors = tensors.map_err(|error| task.error(Some(layer), error))?;
         Ok((tensors, writes))
     }
@@ -343,13 +350,13 @@ impl Launcher {
         self.held.push(HeldWeights {
             model: Arc::downgrade(model),
             layer,
-            writes: part.writes,
+            writes: part.writes.clone(),
             tensors: frozen.collect(),
         });
     }
 
     /// Keeps weights for the calls that follow, if the engine asks for it and they cannot change.
-    fn keep_resident(&mut self, call: &Call, layer: usize, tensors: &[Tensor], writes: u64) {
+    fn keep_resident(&mut self, call: &Call, layer: usize, tensors: &[Tensor], writes: &Writes) {
         let spec = &call.spec;
         let model = &spec.model;
         // A layer that sets buffers has new ones without a new version.
@@ -360,7 +367,7 @@ impl Launcher {
             model: Arc::downgrade(model),
             layer,
             version: spec.version,
-            writes,
+            writes: writes.clone(),
             tensors: tensors.to_vec(),
         });
     }
@@ -424,7 +431,8 @@ fn is_as_uploaded(call: &Call, layer: usize, source: &FrozenSource) -> bool {
 /// A layer's tensors, in the order of its parameters, from where they lie.
 fn weights_in(
     params: &[StoredParam],
-    uploaded: FilledWeights,
+    slot: FilledSlot,
+    frozen: Option<FilledSlot>,
     source: &FrozenSource,
 ) -> roundpipe_tensor::Result<Vec<Tensor>> {
     let places = |wanted: &dyn Fn(&StoredParam) -> bool, start: usize| {
@@ -435,7 +443,6 @@ fn weights_in(
         };
         params.map(place).collect::<Vec<(u64, DType, Shape)>>()
     };
-    let FilledWeights { slot, frozen, .. } = uploaded;
     let frozen: Vec<Tensor> = match (source, frozen) {
         (FrozenSource::Held(_, tensors), _) => tensors.iter().flatten().cloned().collect(),
         (FrozenSource::Stays(part) | FrozenSource::Early(part, _), Some(apart)) => {

@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use roundpipe_tensor::{HostBuf, bf16};
+use roundpipe_tensor::{HostBuf, HostMark, bf16};
 
 use super::Store;
 use super::layer::StoreLayer;
@@ -114,23 +114,14 @@ fn meet(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// Adds up the writes of some buffers to a number that changes with each of them.
-#[derive(Default)]
-pub(super) struct Writes {
-    /// Counts only grow, so their plain sum has no value twice while the buffers are the same.
-    claims: u64,
-    /// Which buffers they are, in their order.
-    buffers: u64,
-}
+/// The weights of a layer as they were when they were copied: the copy is current while its layer
+/// has an equal value.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Writes(Vec<HostMark>);
 
 impl Writes {
-    pub fn add(&mut self, home: &HostBuf) {
-        self.claims += home.writes();
-        self.buffers = self.buffers.wrapping_mul(31).wrapping_add(home.id());
-    }
-
-    pub fn number(&self) -> u64 {
-        self.buffers.wrapping_add(self.claims)
+    pub(super) fn add(&mut self, home: &HostBuf) {
+        self.0.push(home.mark());
     }
 }
 
@@ -146,17 +137,17 @@ impl Store {
         noticed > 0
     }
 
-    /// A number that changes whenever the weights of a layer at one version are written: by the
-    /// user, as long as the caller holds a ticket for it.
+    /// A value that changes whenever the weights of a layer at one version are written, or lie
+    /// elsewhere: by the user, as long as the caller holds a ticket for it.
     ///
     /// # Errors
     /// When the system has no memory for the second version.
-    pub(crate) fn writes_at(&self, layer: usize, version: u64) -> Result<u64> {
+    pub(crate) fn writes_at(&self, layer: usize, version: u64) -> Result<Writes> {
         let mut writes = Writes::default();
         for param in &self.layers[layer].params {
             writes.add(&self.param_data(param, version)?);
         }
-        Ok(writes.number())
+        Ok(writes)
     }
 }
 
