@@ -190,8 +190,8 @@ impl AdamRule {
             factors: self.factors(settings),
         };
         Ok(with_slice!(Floats, grad, grad => match moments {
-            SplitAdamMoments::F32(moments) => run.with_f32(grad, split, moments),
-            SplitAdamMoments::Bf16(moments) => run.with_bf16(grad, split, moments),
+            SplitAdamMoments::F32(moments) => run.whole(grad, split, WideMoments::chunks(moments)),
+            SplitAdamMoments::Bf16(moments) => run.whole(grad, split, NarrowMoments::chunks(moments)),
         }))
     }
 
@@ -310,44 +310,21 @@ struct SplitRun<'a> {
 }
 
 impl SplitRun<'_> {
-    fn with_f32<G: SlabElement>(
+    /// `moments` come in pieces of [`CHUNK`] elements.
+    fn whole<G: SlabElement, M: MomentBlocks + Send>(
         &self,
         grad: &[G],
         mut split: SplitSlabs<'_>,
-        [exp_avg, exp_avg_sq]: [&mut [f32]; 2],
+        moments: impl Iterator<Item = M>,
     ) -> bool {
-        let chunks = grad
-            .chunks(CHUNK)
-            .zip(split.chunks())
-            .zip(exp_avg.chunks_mut(CHUNK))
-            .zip(exp_avg_sq.chunks_mut(CHUNK))
-            .map(|(((grad, split), exp_avg), exp_avg_sq)| WholePass {
-                factors: self.factors,
-                grad,
-                split,
-                moments: WideMoments::new([exp_avg, exp_avg_sq]),
-            });
-        any(self.threads, chunks, |pass| self.isa.run(pass))
-    }
-
-    fn with_bf16<G: SlabElement>(
-        &self,
-        grad: &[G],
-        mut split: SplitSlabs<'_>,
-        [exp_avg, exp_avg_sq]: [RandomMoment<'_>; 2],
-    ) -> bool {
-        let chunks = grad
-            .chunks(CHUNK)
-            .zip(split.chunks())
-            .zip(exp_avg.chunks())
-            .zip(exp_avg_sq.chunks())
-            .map(|(((grad, split), exp_avg), exp_avg_sq)| WholePass {
-                factors: self.factors,
-                grad,
-                split,
-                moments: NarrowMoments::new([exp_avg, exp_avg_sq]),
-            });
-        any(self.threads, chunks, |pass| self.isa.run(pass))
+        let chunks = grad.chunks(CHUNK).zip(split.chunks()).zip(moments);
+        let passes = chunks.map(|((grad, split), moments)| WholePass {
+            factors: self.factors,
+            grad,
+            split,
+            moments,
+        });
+        any(self.threads, passes, |pass| self.isa.run(pass))
     }
 }
 
@@ -396,6 +373,12 @@ struct WideMoments<'a>([Blocks<'a, f32>; 2]);
 impl<'a> WideMoments<'a> {
     fn new(moments: [&'a mut [f32]; 2]) -> Self {
         Self(moments.map(Blocks::new))
+    }
+
+    /// In pieces of [`CHUNK`] elements, the last one shorter.
+    fn chunks([first, second]: [&'a mut [f32]; 2]) -> impl Iterator<Item = Self> {
+        let pairs = first.chunks_mut(CHUNK).zip(second.chunks_mut(CHUNK));
+        pairs.map(|(first, second)| Self::new([first, second]))
     }
 }
 
@@ -457,6 +440,12 @@ impl<'a> NarrowMoments<'a> {
             bits: [[0; LANES]; DRAWN],
             drawn: None,
         }))
+    }
+
+    /// In pieces of [`CHUNK`] elements, the last one shorter.
+    fn chunks([first, second]: [RandomMoment<'a>; 2]) -> impl Iterator<Item = Self> {
+        let pairs = first.chunks().zip(second.chunks());
+        pairs.map(|(first, second)| Self::new([first, second]))
     }
 }
 

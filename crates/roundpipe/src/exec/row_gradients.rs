@@ -23,7 +23,7 @@ use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::device::{Event, Flight};
 use roundpipe_tensor::host::HostMut;
 use roundpipe_tensor::transfer::{HostValue, Port};
-use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
+use roundpipe_tensor::{DType, HostBuf, HostMark, Shape, Tensor};
 
 use super::call::Call;
 use super::copy_threads::{CHUNK, Gradient};
@@ -112,8 +112,8 @@ pub(crate) struct LandedRows(Mutex<Option<KnownRows>>);
 
 struct KnownRows {
     rows: Arc<CallRows>,
-    /// [`HostBuf::writes`] when they had landed.
-    writes: u64,
+    /// The memory when they had landed.
+    mark: HostMark,
 }
 
 impl LandedRows {
@@ -124,14 +124,14 @@ impl LandedRows {
         if gradient.is_untouched() {
             return Some(Arc::default());
         }
-        let known = known.filter(|known| known.writes == gradient.writes());
+        let known = known.filter(|known| known.mark == gradient.mark());
         known.map(|known| known.rows)
     }
 
     /// These rows are there, and all others are zero.
     fn set(&self, gradient: &HostBuf, rows: Arc<CallRows>) {
-        let writes = gradient.writes();
-        *lock(&self.0) = Some(KnownRows { rows, writes });
+        let mark = gradient.mark();
+        *lock(&self.0) = Some(KnownRows { rows, mark });
     }
 }
 
