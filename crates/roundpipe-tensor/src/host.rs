@@ -281,6 +281,11 @@ impl HostBuf {
         self.memory.made_on_read.is_some() || self.memory.owner.is::<memmap2::Mmap>()
     }
 
+    /// Whether the bytes are made on read: they take memory while somebody reads them.
+    pub fn is_made_on_read(&self) -> bool {
+        self.memory.made_on_read.is_some()
+    }
+
     /// Tells the system that the bytes of a mapped file will be read soon, so that it reads them
     /// from disk in large pieces. Other memory is left alone.
     pub fn expect_soon(&self) {

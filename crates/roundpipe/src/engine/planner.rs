@@ -539,7 +539,7 @@ impl Planner {
     ) -> StageNeeds {
         let layers = stage.layers.clone();
         let weights = if self.ring.is_host() {
-            0
+            self.made_bytes(layers.clone())
         } else {
             costs.bytes(layers.clone())
         };
@@ -571,6 +571,16 @@ impl Planner {
             }
         };
         budget.stage_needs(weights, task, sums, sent)
+    }
+
+    /// Weights of layers that are made when a worker reads them where they are, and that a job holds
+    /// until it ends.
+    fn made_bytes(&self, layers: Range<usize>) -> u64 {
+        let first = self.layers.start;
+        let layers = first + layers.start..first + layers.end;
+        let params = layers.flat_map(|layer| self.model.store.layer(layer).params());
+        let made = params.filter(|param| param.param.data().is_made_on_read());
+        made.map(|param| param.param.bytes() as u64).sum()
     }
 
     /// What the search may assume: the machine as measured, and limits between those of the largest
@@ -616,6 +626,10 @@ impl Planner {
             // From worker to worker is a copy down and one up.
             setting.hop_bytes_per_ms = Some(state.rates.hop_bytes_per_ms().unwrap_or(LINK / 2.0));
             setting.speeds = state.speeds.of(workers.len());
+        } else if self.made_bytes(0..self.layers.len()) > 0 {
+            // Nothing comes before its job, and half of the memory is for work.
+            let weights = between(largest.weights, budget.arena / 2, share);
+            options.model_memory_limit = Some(2 * weights);
         }
         options
     }

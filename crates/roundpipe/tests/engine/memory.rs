@@ -44,6 +44,63 @@ fn square(cx: &mut Cx, output: Tree, _: Tree) -> TensorResult<Tensor> {
     cx.mean_all(&squared)
 }
 
+/// Frozen weights that are made on read take memory while a job reads them, so the stages of a
+/// processor are short enough for what it may take; and no bit depends on that.
+#[test]
+fn weights_that_are_made_on_read_are_counted() {
+    const LAYERS: usize = 12;
+    const WIDE: usize = 256;
+    const LAYER_BYTES: u64 = (WIDE * WIDE * size_of::<f32>()) as u64;
+    const MEMORY: u64 = 6 * LAYER_BYTES;
+    let run = |is_made: bool| {
+        let mut init = Init::new(1, DType::F32);
+        let mut model = Sequential::new();
+        for layer in 0..LAYERS {
+            let linear = Linear::new(&mut init, WIDE, WIDE, false).unwrap();
+            linear.set_trainable(layer == 0);
+            let (_, weight) = linear.named_params().remove(0);
+            if is_made && layer > 0 {
+                let values = weight.data().read_all().unwrap().bytes().to_vec();
+                let made = HostBuf::made_on_read("weight", values.len(), move |buf| {
+                    buf.write(0..values.len())?.bytes().copy_from_slice(&values);
+                    Ok(())
+                });
+                weight.rehome(made).unwrap();
+            }
+            model = model.with(linear);
+        }
+        let engine = RoundPipe::builder(model)
+            .optimizer(rule())
+            .devices(models::cpus(1))
+            .memory(Bytes(MEMORY))
+            .pin(Pin::Off)
+            .build()
+            .unwrap();
+        let config = RunConfig::new().num_microbatch(2);
+        let input = || HostTensor::from_slice(&[0.5f32; 8 * WIDE], &[8, WIDE]).unwrap();
+        let plan = engine.auto_plan(PlanKind::Fused, input(), &config).unwrap();
+        let mut losses = Vec::new();
+        for _ in 0..3 {
+            let call = engine.train(input()).loss(square).config(config.clone());
+            losses.push(models::bits(&call.run().unwrap().losses));
+            engine.update(&Update::new(0.01), Lag::Zero).unwrap();
+        }
+        let sizes = plan.stages(PlanKind::Fused).into_iter();
+        (losses, sizes.map(|stage| stage.layers.len() as u64).max())
+    };
+    let (losses, longest) = run(false);
+    assert!(
+        longest.unwrap() * LAYER_BYTES > MEMORY,
+        "no case: {longest:?} layers"
+    );
+    let (made_losses, longest) = run(true);
+    assert!(
+        longest.unwrap() * LAYER_BYTES <= MEMORY,
+        "{longest:?} layers"
+    );
+    assert_eq!(made_losses, losses);
+}
+
 /// What the store holds is 14 1/8 bytes per trainable bf16 parameter (16 1/8 with a second version)
 /// and 2 per frozen one; activations in host memory are the inputs of stages and their gradients, no
 /// more.
