@@ -138,7 +138,8 @@ fn another_part_of_memory_is_seen_by_weights_that_stay_from_call_to_call() {
 /// A reader follows engines that train one after another and take their memory along.
 #[test]
 fn weights_of_every_trainer_are_seen_by_a_reader() {
-    let model = maps();
+    let mut init = Init::new(5, DType::F32);
+    let model = Sequential::new().with(Linear::new(&mut init, WIDTH, WIDTH, false).unwrap());
     let train = || {
         let engine = RoundPipe::builder(model.clone())
             .optimizer(Rule::Sgd(Sgd::default()))
@@ -150,14 +151,18 @@ fn weights_of_every_trainer_are_seen_by_a_reader() {
         engine.train(x()).loss(squares).run().unwrap();
         engine.update(&Update::new(0.1), Lag::Zero).unwrap();
         engine.synchronize().unwrap();
+        engine
     };
-    train();
+    // While it lives, so that readers leave its weights where they are.
+    let first = train();
     let resident = reader(&model, sims(3, 1).1, true);
     let plain = reader(&model, models::cpus(1), false);
+    assert_eq!(says(&resident), says(&plain));
+    drop(first);
     let mut stale: Vec<u64> = Vec::new();
-    for round in 0..20 {
+    for round in 0..50 {
         // The second takes over from the first, and the third may lie where the first was.
-        (0..2).for_each(|_| train());
+        (0..2).for_each(|_| drop(train()));
         if says(&resident) != says(&plain) {
             stale.push(round);
         }
