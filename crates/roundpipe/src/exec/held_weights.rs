@@ -11,6 +11,7 @@
 //!
 //! # Invariants
 //! - No bit of a result depends on what is held.
+//! - A job has it only where it lies beside what its tasks work in; it comes again elsewhere.
 //! - What is held is equal to host memory: a write of the user, or a store that takes the weights
 //!   over, changes [`FrozenPart::writes`](crate::store::FrozenPart), and the old copy is not used.
 

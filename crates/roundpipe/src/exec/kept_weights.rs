@@ -28,6 +28,7 @@ use super::call::Call;
 use super::launcher::Launcher;
 use super::queue::StageJob;
 use super::task::Task;
+use super::weights::leave_room;
 use crate::plan::Pass;
 use crate::store::Writes;
 
@@ -68,8 +69,7 @@ impl Launcher {
     }
 
     /// The weights of a layer that goes backward, if they are here and as the host has them. With
-    /// `working`, only where they leave the job's tasks so many bytes: they are the job's from then on,
-    /// which cannot give them away.
+    /// `working`, only where they leave the job's tasks so many bytes.
     pub(super) fn find_kept_weights(
         &self,
         call: &Call,
@@ -78,8 +78,7 @@ impl Launcher {
     ) -> Option<Vec<Tensor>> {
         let mut kept = self.kept_weights.iter();
         let found = kept.find(|kept| kept.are_of(call, layer))?;
-        let leaves_room = |tensor: &Tensor| working.is_none_or(|bytes| tensor.lies_beside(bytes));
-        if !found.tensors.iter().all(leaves_room) {
+        if !leave_room(&found.tensors, working) {
             return None;
         }
         let spec = &call.spec;

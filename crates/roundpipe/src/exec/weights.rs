@@ -121,7 +121,7 @@ impl Launcher {
         {
             return WeightSource::Resident(tensors);
         }
-        let frozen = self.frozen_source(call, stage, layer);
+        let frozen = self.frozen_source(call, (stage, layer), working);
         if let FrozenSource::Held(_, tensors) = &frozen
             && let Some(all) = tensors.iter().cloned().collect::<Option<Vec<Tensor>>>()
         {
@@ -130,7 +130,12 @@ impl Launcher {
         WeightSource::Upload(frozen)
     }
 
-    fn frozen_source(&self, call: &Call, stage: usize, layer: usize) -> FrozenSource {
+    fn frozen_source(
+        &self,
+        call: &Call,
+        (stage, layer): (usize, usize),
+        working: Option<u64>,
+    ) -> FrozenSource {
         let model = &call.spec.model;
         let Some(part) = frozen_part(call, layer) else {
             return FrozenSource::SameSlot;
@@ -143,7 +148,7 @@ impl Launcher {
         }
         let mut held = self.held.iter();
         let held = held.find(|held| held.are_of(model, layer) && held.writes == part.writes);
-        match held {
+        match held.filter(|held| leave_room(held.tensors.iter().flatten(), working)) {
             Some(held) => FrozenSource::Held(part, held.tensors.clone()),
             None => FrozenSource::Stays(part),
         }
@@ -405,6 +410,16 @@ impl Launcher {
         // A sum is written to, so it must be memory of the worker's own.
         self.worker().copied_long(&here, param.dtype.accumulator())
     }
+}
+
+/// Whether weights that are on a worker leave the tasks of a job so many bytes, if it has to ask: they
+/// are the job's from then on, which cannot give them away.
+pub(super) fn leave_room<'a>(
+    weights: impl IntoIterator<Item = &'a Tensor>,
+    working: Option<u64>,
+) -> bool {
+    let mut weights = weights.into_iter();
+    working.is_none_or(|bytes| weights.all(|tensor| tensor.lies_beside(bytes)))
 }
 
 /// The frozen weights of a layer that may lie apart from its others.

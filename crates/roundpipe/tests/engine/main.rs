@@ -23,6 +23,7 @@ mod misuse;
 mod models;
 mod modules;
 mod often_written;
+mod placed;
 mod repeats;
 mod room;
 mod scaled;
