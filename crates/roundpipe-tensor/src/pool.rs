@@ -308,6 +308,22 @@ impl Pool {
         }
     }
 
+    /// Gives those of them back that lie where working memory would grow.
+    pub fn trim_frontier(&self) {
+        while let Some(Aside { place, .. }) = self.take_frontier() {
+            self.release(place);
+        }
+    }
+
+    fn take_frontier(&self) -> Option<Aside> {
+        let mut state = self.lock();
+        let top = state.long.top;
+        let is_last = |Place { end, start, bytes }: Place| end == End::Long && start + bytes == top;
+        let mut aside = state.aside.iter();
+        let index = aside.position(|aside| is_last(aside.place))?;
+        Some(state.aside.remove(index))
+    }
+
     fn set_aside(&self, place: Place) {
         if place.bytes == 0 {
             return;

@@ -418,7 +418,12 @@ impl Worker {
         }
     }
 
-    fn copied_to(&self, x: &Tensor, dtype: DType, block: Block) -> Result<Tensor> {
+    /// The values of `x` in another type, in a block that was taken before; panics when that is too
+    /// small.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn copied_to(&self, x: &Tensor, dtype: DType, block: Block) -> Result<Tensor> {
         let out = Tensor::from_block(block, dtype, *x.shape());
         self.launch(&Kernel::Copy, &[Some(x)], &[Some(&out)])?;
         Ok(out)

@@ -11,6 +11,7 @@ use std::collections::hash_map::Entry;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use roundpipe_tensor::pool::Block;
 use roundpipe_tensor::transfer::{FilledSlot, HostValue, Slot};
 use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
 
@@ -389,7 +390,9 @@ impl Launcher {
             return Ok(sums);
         }
         let stored = task.spec().model.store.layer(layer);
-        for (index, sum) in sums.iter_mut().enumerate() {
+        let pool = self.worker().pool();
+        let mut places = Vec::new();
+        for (index, param) in stored.params().iter().enumerate() {
             // Final, since `run_job` has waited for the end of the earlier call.
             if !stored.filled(index) {
                 continue;
@@ -397,18 +400,33 @@ impl Launcher {
             let Some(grad) = stored.grad_range(index)? else {
                 continue;
             };
-            let started = self.start_sum(&stored.params()[index], grad);
-            *sum = Some(started.map_err(|error| task.error(Some(layer), error))?);
+            let bytes = param.shape.numel() * param.dtype.accumulator().size();
+            let block = pool.alloc_long("sum", bytes as u64);
+            let block = block.map_err(|error| task.error(Some(layer), error))?;
+            places.push((index, grad, block));
         }
+        // Behind all sums, so that what gradients come in leaves no holes between them.
+        for (index, grad, block) in places {
+            let started = self.start_sum(&stored.params()[index], grad, block);
+            sums[index] = Some(started.map_err(|error| task.error(Some(layer), error))?);
+        }
+        // The task claimed that memory for its own work.
+        pool.trim_frontier();
         Ok(sums)
     }
 
-    /// A sum on the worker that starts from a stored gradient.
-    fn start_sum(&self, param: &StoredParam, grad: HostBuf) -> roundpipe_tensor::Result<Tensor> {
+    /// A sum on the worker, in memory of its own since it is written to, that starts from a stored
+    /// gradient.
+    fn start_sum(
+        &self,
+        param: &StoredParam,
+        grad: HostBuf,
+        block: Block,
+    ) -> roundpipe_tensor::Result<Tensor> {
         let grad = HostValue::given(grad, param.grad_dtype, param.shape)?;
         let here = self.port.receive("gradient so far", &grad)?.land()?;
-        // A sum is written to, so it must be memory of the worker's own.
-        self.worker().copied_long(&here, param.dtype.accumulator())
+        self.worker()
+            .copied_to(&here, param.dtype.accumulator(), block)
     }
 }
 

@@ -283,10 +283,16 @@ fn is_refusal(error: &roundpipe::Error) -> bool {
     error.to_string().starts_with("memory:")
 }
 
+/// Cases that were accepted and failed once.
+const ONCE_FAILED: [u64; 1] = [
+    // Sums of a step's second call left holes where the gradients had come in.
+    293,
+];
+
 /// Whatever stays on a worker or comes early, an accepted plan runs, with the bits of the processor.
 #[test]
 fn weights_that_are_there_leave_every_task_its_room() {
-    for seed in seeds(0..40) {
+    for seed in seeds(0..40).chain(ONCE_FAILED) {
         Case::new(seed).runs();
     }
 }
