@@ -361,7 +361,8 @@ impl Launcher {
         });
     }
 
-    /// Keeps weights for the calls that follow, if the engine asks for it and they cannot change.
+    /// Keeps weights for the calls that follow, if the engine asks for it and they cannot change. They
+    /// replace those that were not current.
     fn keep_resident(&mut self, call: &Call, layer: usize, tensors: &[Tensor], writes: &Writes) {
         let spec = &call.spec;
         let model = &spec.model;
@@ -369,6 +370,8 @@ impl Launcher {
         if !model.resident || spec.training || model.sets_buffers.load(Ordering::SeqCst) {
             return;
         }
+        self.resident
+            .retain(|weights| !weights.are_for(model, layer));
         self.resident.push(ResidentWeights {
             model: Arc::downgrade(model),
             layer,
