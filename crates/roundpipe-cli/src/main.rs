@@ -134,10 +134,8 @@ fn main() -> ExitCode {
         Err(Failure::Other(error)) if is_closed_pipe(&error) => return ExitCode::SUCCESS,
         Err(Failure::Other(error)) => {
             let causes = error.chain().map(ToString::to_string);
-            (
-                1,
-                format!("error: {}", causes.collect::<Vec<_>>().join(": ")),
-            )
+            let line = format!("error: {}", causes.collect::<Vec<_>>().join(": "));
+            (if does_not_fit(&error) { 3 } else { 1 }, line)
         }
         Err(Failure::Coded(code, line)) => (code, format!("error: {line}")),
         Err(Failure::Interrupted(line)) => (INTERRUPTED, line),
@@ -160,6 +158,15 @@ fn signals() -> Result<Arc<AtomicBool>, Failure> {
         signal_hook::flag::register(signal, stop.clone())?;
     }
     Ok(stop)
+}
+
+/// Whether less would do: fewer samples at a time, a smaller model, or more memory.
+fn does_not_fit(error: &anyhow::Error) -> bool {
+    let mut causes = error.chain();
+    causes.any(|cause| {
+        let cause = cause.downcast_ref::<roundpipe::Error>();
+        cause.is_some_and(roundpipe::Error::is_out_of_memory)
+    })
 }
 
 /// The reader of our output (`| head`) has closed the pipe: that is no failure.

@@ -154,13 +154,13 @@ impl RunArgs {
                 "full" | "lora" => "method",
                 _ => "objective",
             };
-            given.put(key, method.as_str(), "--method".into())?;
+            given.put_option(key, method.as_str(), "--method")?;
         }
         if self.lora {
-            given.put("method", "lora", "--lora".into())?;
+            given.put_option("method", "lora", "--lora")?;
         }
         if self.fp8 {
-            given.put("fp8", true, "--fp8".into())?;
+            given.put_option("fp8", true, "--fp8")?;
         }
         let as_text = |path: &PathBuf| {
             let what = "--out is no UTF-8 text; choose another folder";
@@ -178,7 +178,7 @@ impl RunArgs {
         ];
         for (key, value, option) in texts {
             if let Some(value) = value {
-                given.put(key, value.as_str(), option.into())?;
+                given.put_option(key, value.as_str(), option)?;
             }
         }
         let numbers = [
@@ -189,7 +189,7 @@ impl RunArgs {
         for (key, value, option) in numbers {
             if let Some(value) = value {
                 let value = i64::try_from(value).unwrap_or(i64::MAX);
-                given.put(key, value, option.into())?;
+                given.put_option(key, value, option)?;
             }
         }
         Ok(())

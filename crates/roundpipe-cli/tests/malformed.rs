@@ -441,6 +441,7 @@ fn settings(t: &mut Table) {
     t.settings(&["lag=2"], 2, &["lag"]);
     t.settings(&["keep=0"], 2, &["keep"]);
     t.settings(&["stages=0"], 2, &["stages"]);
+    t.settings(&["--lora", "method=full"], 2, &["--lora", "method=full"]);
     t.settings(&["stages=99"], 2, &["stages"]);
     t.settings(&["batch=0"], 2, &["batch"]);
     t.settings(&["batch=1000000000000"], 2, &["batch"]);

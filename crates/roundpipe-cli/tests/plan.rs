@@ -355,6 +355,33 @@ fn small_cards_run_what_is_planned() {
     }
 }
 
+/// The most to take of a card is no more than the card has.
+#[test]
+fn a_card_is_planned_with_what_it_has() {
+    let plan = |memory: &[&str]| {
+        let fixed = [
+            "plan",
+            "qwen3-0.6b",
+            "--gpus",
+            "rtx4060",
+            "batch=2",
+            "seq=512",
+        ];
+        let args: Vec<&str> = fixed
+            .iter()
+            .chain(memory)
+            .chain(&["--json"])
+            .copied()
+            .collect();
+        let (status, answer) = json(&args);
+        assert_eq!(status, Some(0), "{answer}");
+        answer["prediction"]["gpu"]["limit_bytes"].as_u64().unwrap()
+    };
+    let card = plan(&["--gpu-memory", "8GiB"]);
+    assert_eq!(plan(&["--gpu-memory", "64GiB"]), card);
+    assert!(plan(&["--gpu-memory", "6GiB"]) < card);
+}
+
 /// What no division makes fit a card of 8 GiB is refused before anything runs, in one line that says
 /// what would help.
 #[test]
@@ -373,7 +400,7 @@ fn small_cards_refuse_what_cannot_fit() {
         "1",
     ];
     let output = roundpipe(&bench);
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(3));
     let error = text(&output.stderr);
     let line = error.lines().last().unwrap();
     assert!(

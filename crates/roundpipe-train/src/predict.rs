@@ -22,7 +22,7 @@ mod subject;
 use std::sync::Arc;
 
 use roundpipe::{
-    Bytes, DType, ExecutePlan, HostBudget, HostTensor, Lag, LayerCosts, Params, PlanKind,
+    Bytes, DType, ExecutePlan, HostBudget, HostTensor, Lag, LayerCosts, Params, PlanKind, RngSite,
     RoundPipe, Schedule, Setting, StoreBytes, Timeline, simulate,
 };
 use roundpipe_data::TrainBatch;
@@ -251,7 +251,12 @@ fn predict_by(
         devices: machine.workers,
         is_host: machine.is_host,
     };
-    let (settings, data) = subject.resolve(settings, &place)?;
+    let (mut settings, data) = subject.resolve(settings, &place)?;
+    if !machine.is_host {
+        // The most to take of a card is no more than the card has.
+        let asked = settings.gpu_memory;
+        settings.gpu_memory = asked.map(|asked| asked.min(machine.card_memory));
+    }
     if settings.fp8 {
         machine.check_fp8()?;
     }
@@ -273,7 +278,8 @@ fn predict_by(
     // What the first steps take, by the plan that an engine makes before it has measured anything.
     let first = asked.dry_run(machine.unmeasured(), |_| Ok(()))?;
     let context = (!batch.lens.is_empty()).then_some(data.context as u64);
-    let first_rows = first_rows(&model, &settings, &batch).filter(|_| !machine.is_host);
+    let is_ahead = start::lag(&settings) == Lag::Zero && rule(&settings).is_elementwise();
+    let first_rows = (is_ahead && !machine.is_host).then(|| named_rows(&model, &batch));
     let mut predict_with = |host: &Host| {
         let rates = machine.rates(host.awaited_per_param(), first_rows);
         let later = asked.dry_run(machine.devices(context), |engine| {
@@ -353,9 +359,14 @@ fn batch(settings: &Settings, context: usize, model: &Model) -> Result<TrainBatc
         .chain([seq])
         .map(|end| end as i32)
         .collect();
-    let last = model.config.vocab.saturating_sub(1).min(1) as i64;
     let dims = [rows, seq];
-    let ids = HostTensor::from_slice(&vec![last; tokens], &dims).map_err(roundpipe::Error::from)?;
+    // Drawn at random: how many rows of the table of embeddings they name counts.
+    let dice = RngSite::default().key();
+    let vocab = model.config.vocab.max(1) as u64;
+    let ids: Vec<i64> = (0..tokens as u64)
+        .map(|at| (u64::from(dice.word(at)) % vocab) as i64)
+        .collect();
+    let ids = HostTensor::from_slice(&ids, &dims).map_err(roundpipe::Error::from)?;
     let positions: Vec<i64> = (0..tokens).map(|at| (at % seq % document) as i64).collect();
     let positions = HostTensor::from_slice(&positions, &dims).map_err(roundpipe::Error::from)?;
     Ok(TrainBatch {
@@ -375,14 +386,13 @@ fn batch(settings: &Settings, context: usize, model: &Model) -> Result<TrainBatc
     })
 }
 
-/// Rows of the table of embeddings that a batch names, where an update at lag 0 writes them before all
-/// others. As many as of tokens drawn at random: a text names fewer.
-fn first_rows(model: &Model, settings: &Settings, batch: &TrainBatch) -> Option<usize> {
-    let is_first = start::lag(settings) == Lag::Zero && rule(settings).is_elementwise();
+/// Rows of the table of embeddings that a batch names: as many as of tokens drawn at random, since a
+/// text names fewer.
+fn named_rows(model: &Model, batch: &TrainBatch) -> usize {
     let vocab = model.config.vocab as f64;
     let tokens = batch.tokens as f64;
     let named = vocab * -f64::exp_m1(-tokens / vocab.max(1.0));
-    is_first.then(|| named.ceil() as usize)
+    named.ceil() as usize
 }
 
 /// Host memory and traffic that follow from parameters and rule.
@@ -648,11 +658,20 @@ impl Maker<'_> {
             Lag::Zero => Schedule::RoundPipe,
         };
         let setting = self.setting(costs);
+        let mut costs = costs.clone();
+        // Of the table of embeddings only rows leave, if they are no more than half of it.
+        let rows = named_rows(self.model, self.asked.batch) as u64;
+        let vocab = self.model.config.vocab as u64;
+        if 2 * rows <= vocab
+            && let Some(table) = costs.layers.first_mut()
+        {
+            table.grad_bytes = table.grad_bytes / vocab.max(1) * rows;
+        }
         Ok(simulate(
             schedule,
             PlanKind::Fused,
             &self.later.plan,
-            costs,
+            &costs,
             &setting,
         )?)
     }

@@ -670,7 +670,7 @@ impl Settings {
         key!(host_memory, Free, "the most that weights, gradients and optimizer may take of the host");
         key!(pin, Free, "pinned host memory: try, alloc, register or off");
         key!(data_threads, Free, "threads that read and tokenise");
-        key!(stages, Free, "at least so many stages; planned by default");
+        key!(stages, Free, "so many stages of equally many layers; planned by default");
         key!(dtype, Fixed, "bf16, f16 or f32; the model's own on GPUs, f32 on a processor");
         key!(state_dtype, Fixed, "of the optimizer's masters and moments: f32, or bf16 for half the memory");
         key!(moments, Fixed, "of the optimizer: \"f32\", \"bf16\" (rounded at random) or \"8bit\" (by blocks; embeddings stay f32): 14, 10 or 8 bytes of host memory a bf16 weight in all");
@@ -786,6 +786,22 @@ impl Given {
         };
         self.0.insert(item.name, (value, place));
         Ok(())
+    }
+
+    /// Sets a key by an option of the program, which must not say what an argument says otherwise.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] then, and as [`Given::put`].
+    pub fn put_option(&mut self, key: &str, value: impl Into<Value>, option: &str) -> Result<()> {
+        let value = value.into();
+        if let Some((other, place)) = self.0.get(key)
+            && *other != value
+        {
+            return Err(Error::Usage(format!(
+                "{option}: `{place}` says something else; leave one of them out"
+            )));
+        }
+        self.put(key, value, option.to_owned())
     }
 
     /// What `over` says wins.

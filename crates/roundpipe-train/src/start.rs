@@ -447,7 +447,7 @@ fn groups(settings: &Settings) -> Vec<ParamGroup> {
     groups
 }
 
-/// Equal stages, at least so many.
+/// So many stages of equally many layers, give or take one.
 pub(crate) fn even_plan(layers: usize, stages: usize) -> Result<ExecutePlan> {
     if stages == 0 || stages > layers {
         return Err(Error::Usage(format!(

@@ -4,6 +4,8 @@
 //! then those that keep what is trained but not every bit of the optimizer's state, then those that
 //! train something else; of equals the fastest. A way whose part would do by itself is not offered.
 
+use std::time::{Duration, Instant};
+
 use serde::Serialize;
 
 use super::{Prediction, Subject, exceeds_machine, machine::Machine, predict};
@@ -16,8 +18,12 @@ use crate::settings::{
 const OFFERED: usize = 3;
 /// Changes that are made together at most.
 const TOGETHER: usize = 3;
-/// Plans that are made in search of them, so that it takes seconds.
+/// The highest price of a change that leaves what is learned as it is.
+const HARMLESS: u32 = 2;
+/// Plans that are made in search of them.
 const MOST_PLANS: usize = 24;
+/// The search begins no plan after so long: those of long rows and many microbatches take seconds each.
+const MOST_TIME: Duration = Duration::from_secs(20);
 
 /// What makes a run fit.
 #[derive(Debug, Clone, Serialize)]
@@ -51,6 +57,7 @@ struct Change {
 /// # Errors
 /// What [`predict`] refuses for another reason than memory.
 pub fn ways_to_fit(subject: &Subject, settings: &Settings, machine: &Machine) -> Result<Vec<Way>> {
+    let start = Instant::now();
     let changes = changes(subject, settings);
     let mut combinations = combinations(&changes);
     combinations.sort_by_key(|chosen| {
@@ -62,7 +69,7 @@ pub fn ways_to_fit(subject: &Subject, settings: &Settings, machine: &Machine) ->
     for chosen in combinations {
         let price = chosen.iter().map(|index| changes[*index].price).sum();
         let has_enough = ways.len() >= OFFERED && ways.iter().all(|(_, other, _)| *other < price);
-        if has_enough || planned >= MOST_PLANS {
+        if has_enough || planned >= MOST_PLANS || start.elapsed() > MOST_TIME {
             break;
         }
         let includes = |part: &Vec<usize>| part.iter().all(|index| chosen.contains(index));
@@ -86,6 +93,9 @@ pub fn ways_to_fit(subject: &Subject, settings: &Settings, machine: &Machine) ->
             Err(error) => return Err(error),
         }
     }
+    if ways.is_empty() {
+        ways.extend(least_way(subject, settings, machine)?);
+    }
     ways.sort_by(|a, b| {
         let faster = b.2.tokens_per_s.total_cmp(&a.2.tokens_per_s);
         a.1.cmp(&b.1).then(faster)
@@ -95,6 +105,43 @@ pub fn ways_to_fit(subject: &Subject, settings: &Settings, machine: &Machine) ->
         .take(OFFERED)
         .map(|(_, _, way)| way)
         .collect())
+}
+
+/// One row in a step, and all that changes nothing of what is learned: the last thing to try before a
+/// smaller model.
+fn least_way(
+    subject: &Subject,
+    settings: &Settings,
+    machine: &Machine,
+) -> Result<Option<(Vec<usize>, u32, Way)>> {
+    let mut changes = changes(subject, settings);
+    changes.retain(|change| change.price <= HARMLESS);
+    let apply = Box::new(|s: &mut Settings| {
+        s.batch = Some(1);
+        s.microbatches = s.microbatches.map(|_| 1);
+    });
+    changes.push(Change {
+        arguments: "batch=1".to_owned(),
+        costs: "fewer tokens in a step",
+        price: HARMLESS + 1,
+        about: "batch",
+        apply,
+    });
+    let mut least = settings.clone();
+    changes.iter().for_each(|change| (change.apply)(&mut least));
+    if settings.batch == Some(1) || exceeds_machine(subject, &least, machine).unwrap_or(true) {
+        return Ok(None);
+    }
+    match predict(subject, &least, machine) {
+        Ok(prediction) if prediction.lacks.is_empty() => {
+            let chosen: Vec<usize> = (0..changes.len()).collect();
+            let price = changes.iter().map(|change| change.price).sum();
+            let way = way(&changes, &chosen, &prediction);
+            Ok(Some((chosen, price, way)))
+        }
+        Ok(_) | Err(Error::DoesNotFit(_) | Error::Usage(_)) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 fn way(changes: &[Change], chosen: &[usize], prediction: &Prediction) -> Way {
@@ -176,6 +223,11 @@ fn changes(subject: &Subject, settings: &Settings) -> Vec<Change> {
         let apply = Box::new(|s: &mut Settings| s.gpu_memory = None);
         let costs = "all of each card instead of a part";
         add("gpu_memory", 2, "gpu_memory=auto", costs, apply);
+    }
+    if settings.stages.is_some() {
+        let apply = Box::new(|s: &mut Settings| s.stages = None);
+        let costs = "stages as planned";
+        add("stages", 2, "stages=auto", costs, apply);
     }
     if !is_full && subject.has_files() && settings.pin != PinName::Off {
         let apply = Box::new(|s: &mut Settings| s.pin = PinName::Off);
@@ -297,6 +349,28 @@ mod tests {
 
     use super::*;
     use crate::cards;
+
+    /// Where a quarter of the batch is far too much, one row is offered; where one row is, nothing.
+    #[test]
+    fn one_row_is_the_last_way() {
+        let mut settings = Settings {
+            model: Some("qwen3-0.6b".to_owned()),
+            method: Method::Lora,
+            batch: Some(256),
+            seq: Some(8192),
+            recompute_all: true,
+            ..Settings::default()
+        };
+        let subject = Subject::open(&settings).unwrap();
+        let (count, card) = cards::parse("rtx4090").unwrap();
+        let machine = Machine::of_cards(count, card, Some(Bytes::gib(6)));
+        let way = least_way(&subject, &settings, &machine).unwrap();
+        let (_, _, way) = way.expect("one row fits");
+        assert!(way.arguments.ends_with("batch=1"), "{}", way.arguments);
+        assert!(way.host_peak_bytes <= Bytes::gib(6).0);
+        settings.batch = Some(1);
+        assert!(least_way(&subject, &settings, &machine).unwrap().is_none());
+    }
 
     /// A way that leaves the checkpoints larger than the disk is passed over without a plan.
     #[test]

@@ -280,7 +280,11 @@ impl Planner {
         batch: &Batch<'_>,
     ) -> Result<(ExecutePlan, CallNeeds)> {
         let costs = self.costs(state, batch);
-        let (plan, needs) = self.choose(&key, &costs, state)?;
+        let (plan, needs) = match (self.choose(&key, &costs, state), state.plans.get(&key)) {
+            // Times have drifted, and no other plan fits: the one that has run goes on.
+            (Err(_), Some(known)) => return Ok((known.plan.clone(), known.needs.clone())),
+            (chosen, _) => chosen?,
+        };
         if state.plans.len() >= MOST_PLANS {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();

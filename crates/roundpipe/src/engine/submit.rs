@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use roundpipe_tensor::transfer::HostValue;
-use roundpipe_tensor::{HostTensor, host_memory};
+use roundpipe_tensor::{Device, HostTensor, host_memory};
 
 use super::core::{Core, Sequence};
 use super::hooks::find_layer;
@@ -487,20 +487,19 @@ impl Core {
         Ok(call)
     }
 
-    /// The rows of the table in front of the model that a call reads, where workers copy it.
+    /// The rows of the table in front of the model that a call reads, where it lies apart from the
+    /// host's memory.
     fn rows_read(&self, spec: &CallSpec, sources: &[Tree<Source>]) -> Option<Arc<CallRows>> {
         let begins = spec.stages[0].layers.start == TABLE;
-        let copies = spec.workers.iter().any(|worker| self.copies(*worker));
-        if !(spec.trains && begins && copies) {
+        let mut devices = spec.workers.iter().map(|worker| self.device(*worker));
+        if !(spec.trains && begins) || devices.all(|device| device.aliases_host()) {
             return None;
         }
         rows_of_call(&self.model, sources)
     }
 
-    /// Whether weights are copied to a worker.
-    fn copies(&self, worker: usize) -> bool {
-        let device = self.ring.workers()[worker].device();
-        device.moves_bytes() && !device.aliases_host()
+    fn device(&self, worker: usize) -> &dyn Device {
+        &**self.ring.workers()[worker].device()
     }
 
     /// Asks the update under way for the rows that a call reads, where its forward can do without the
@@ -509,7 +508,9 @@ impl Core {
         let spec = &call.spec;
         let early = &self.model.early_rows;
         let layers = self.parts[spec.part].layers.clone();
-        let is_apart = spec.stages[0].pass == Pass::Forward && self.copies(spec.workers[0]);
+        let first = self.device(spec.workers[0]);
+        let is_apart =
+            spec.stages[0].pass == Pass::Forward && first.moves_bytes() && !first.aliases_host();
         let rows = spec.table_rows.as_ref().filter(|_| is_apart);
         if spec.trains && layers.contains(&TABLE) {
             early.expect(rows.is_some());

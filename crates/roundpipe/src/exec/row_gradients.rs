@@ -69,9 +69,7 @@ impl Launcher {
 
     /// The rows of a sum that may be other than zero, where it is worth while to send only these.
     fn rows_of_sum(&self, task: &Task<'_>, layer: usize, sum: &Tensor) -> Option<Arc<CallRows>> {
-        let device = self.worker().device();
-        let copies = device.moves_bytes() && !device.aliases_host();
-        if layer != TABLE || !copies {
+        if layer != TABLE || self.worker().device().aliases_host() {
             return None;
         }
         let rows = task.spec().table_rows.clone()?;
@@ -175,6 +173,12 @@ impl RowLanding {
     /// # Errors
     /// When the system has no memory or the device fails.
     pub fn land(&self, port: &Port, call: &Call, after: &Event) -> Result<()> {
+        if !port.worker().device().moves_bytes() {
+            // Nothing comes, and memory of the host that is only counted is not touched.
+            after.fence()?;
+            call.mark_part_landed(self.layer, self.param, self.gradient.len());
+            return Ok(());
+        }
         let landed_rows = &call.spec.model.landed_rows;
         let before = landed_rows.take(&self.gradient);
         let blocks = self.blocks();
