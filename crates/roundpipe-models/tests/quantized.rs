@@ -471,3 +471,29 @@ fn what_does_not_fit_is_refused_by_name() {
     std::fs::write(dir.as_ref().join("config.json"), config).unwrap();
     refused(dir, &["fp4", "not supported"]);
 }
+
+/// Codes of 8 bits in the order of a GPU's tiles are no rows: read as rows, they would be another
+/// model without a word.
+#[test]
+fn tiles_of_eight_bits_are_refused() {
+    let format = "model.layers.0.self_attn.k_proj.weight_format";
+    for (value, says) in [
+        (1, "1 (col32)"),
+        (2, "2 (col_turing)"),
+        (3, "3 (col_ampere)"),
+        (4, "is 4,"),
+    ] {
+        let dir = changed("int8", |name, dtype, dims, data| {
+            let data = if name == format { vec![value] } else { data };
+            Some((dtype, dims, data))
+        });
+        refused(dir, &[format, says, "stores rows"]);
+    }
+    // A folder that does not say has rows, as bitsandbytes takes it.
+    let silent = changed("int8", |name, dtype, dims, data| {
+        (!name.ends_with("weight_format")).then_some((dtype, dims, data))
+    });
+    let have = Model::load(silent, None).unwrap();
+    let want = Model::load(fixture("int8"), None).unwrap();
+    assert!(all_bytes(&have) == all_bytes(&want));
+}

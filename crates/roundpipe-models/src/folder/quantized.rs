@@ -5,8 +5,8 @@
 //! quantisation `w.nested_absmax` and `w.nested_quant_map`, and `w.quant_state.bitsandbytes__nf4`,
 //! bytes of JSON; 8 bits have `SCB`, 127 times our factors, and `weight_format` in the module.
 //!
-//! Refused by name: other block sizes, parts that are missing or of another size, code books that
-//! differ between the matrices of one weight.
+//! Refused by name: other block sizes, rows in another order, parts that are missing or of another
+//! size, code books that differ between the matrices of one weight.
 
 use roundpipe::quant::{NF4_BLOCK, NF4_NESTED, Quantization, nf4_nested};
 use roundpipe::{DType, Param};
@@ -225,10 +225,36 @@ fn plan_int8<'a>(
     let module = piece.tensor.strip_suffix("weight").unwrap_or(&piece.tensor);
     let shape = entry.weight.shape();
     let rows = piece.numel() / shape[shape.rank() - 1];
+    check_row_major(folder, &format!("{module}weight_format"))?;
     Ok(Source::Int8 {
         codes: part(folder, &piece.tensor, Dtype::I8, piece.numel())?,
         rows: part(folder, &format!("{module}SCB"), Dtype::F32, rows)?,
     })
+}
+
+/// Refuses codes that stand in another order than row by row. Old versions of bitsandbytes could save
+/// them in the tiles of one generation of GPUs, and a current one refuses those, too. A folder that
+/// does not say has rows.
+fn check_row_major(folder: &Folder, name: &str) -> Result<()> {
+    let Some((shard, stored)) = find(folder, name) else {
+        return Ok(());
+    };
+    let says = if stored.dtype == Dtype::U8 && stored.range.len() == 1 {
+        match shard.mapped(stored)?.read_all()?.bytes()[0] {
+            0 => return Ok(()),
+            1 => "1 (col32)".to_owned(),
+            2 => "2 (col_turing)".to_owned(),
+            3 => "3 (col_ampere)".to_owned(),
+            other => other.to_string(),
+        }
+    } else {
+        format!("{} {:?}", stored.dtype, stored.dims)
+    };
+    let what = format!(
+        "tensor {} is {says}, only 0 (rows) is read; save the folder again with a current bitsandbytes, which stores rows",
+        shown(name)
+    );
+    Err(Error::file(shard.path(), what))
 }
 
 /// A small tensor's values.
