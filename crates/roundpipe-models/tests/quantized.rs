@@ -497,3 +497,38 @@ fn tiles_of_eight_bits_are_refused() {
     let want = Model::load(fixture("int8"), None).unwrap();
     assert!(all_bytes(&have) == all_bytes(&want));
 }
+
+/// The element type under which codes of NF4 are stored says nothing about them: a load reads what a
+/// folder of bytes has.
+#[test]
+fn codes_are_read_from_any_storage_type() {
+    let is_codes = |name: &str| name.ends_with("_proj.weight");
+    for fixture_name in ["nf4", "nf4_plain"] {
+        let want = all_bytes(&Model::load(fixture(fixture_name), None).unwrap());
+        for (dtype, size) in [(Dtype::BF16, 2), (Dtype::F16, 2), (Dtype::F32, 4)] {
+            let dir = changed(fixture_name, |name, own, dims, data| {
+                let dims = match is_codes(name) {
+                    true => vec![data.len() / size, 1],
+                    false => dims,
+                };
+                Some((if is_codes(name) { dtype } else { own }, dims, data))
+            });
+            let models = [
+                Model::load(&dir, None).unwrap(),
+                Model::load_mapped(&dir, None).unwrap(),
+            ];
+            for model in models {
+                assert!(all_bytes(&model) == want, "{fixture_name} as {dtype}");
+            }
+        }
+    }
+    let at = "model.layers.0.self_attn.k_proj.weight";
+    let cut = changed("nf4", |name, dtype, dims, mut data| {
+        if name != at {
+            return Some((dtype, dims, data));
+        }
+        data.truncate(data.len() - 2);
+        Some((Dtype::BF16, vec![data.len() / 2, 1], data))
+    });
+    refused(cut, &[at, "BF16", "1024 bytes of codes"]);
+}

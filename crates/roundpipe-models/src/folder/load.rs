@@ -27,7 +27,7 @@ use crate::mxfp4;
 
 /// Bytes of a file that are read before their pages are given back.
 const WINDOW: usize = 32 << 20;
-const OTHER_CONFIG: &str = "check that config.json belongs to these weights";
+pub(super) const OTHER_CONFIG: &str = "check that config.json belongs to these weights";
 
 /// What a user may choose about loading.
 #[derive(Debug, Clone)]

@@ -1,7 +1,7 @@
 //! From a folder into quantised weights: whole tensors are quantised as they are read, one at a
 //! time; those that bitsandbytes saved are taken as they are.
 //!
-//! bitsandbytes' tensors beside a weight `w`: NF4 has `w.absmax`, `w.quant_map`, with double
+//! bitsandbytes' tensors beside a weight `w`, whose bytes are codes: NF4 has `w.absmax`, `w.quant_map`, with double
 //! quantisation `w.nested_absmax` and `w.nested_quant_map`, and `w.quant_state.bitsandbytes__nf4`,
 //! bytes of JSON; 8 bits have `SCB`, 127 times our factors, and `weight_format` in the module.
 //!
@@ -17,7 +17,7 @@ use safetensors::Dtype;
 use serde_json::Value;
 
 use super::Folder;
-use super::load::{Job, find, plan};
+use super::load::{Job, OTHER_CONFIG, find, plan};
 use crate::decoder::QuantizedWeight;
 use crate::entry::{Entry, Piece};
 use crate::error::{Error, Result};
@@ -136,24 +136,40 @@ fn wide_entry(folder: &Folder, entry: &QuantizedEntry, piece: &Piece) -> Result<
 }
 
 fn part<'a>(folder: &'a Folder, name: &str, dtype: Dtype, count: usize) -> Result<Found<'a>> {
-    let Some((shard, stored)) = find(folder, name) else {
-        let what = format!("has no tensor {}; {AGAIN}", shown(name));
-        return Err(Error::file(folder.path(), what));
-    };
-    let have = stored
-        .dims
-        .iter()
-        .try_fold(1usize, |n, d| n.checked_mul(*d));
-    if stored.dtype != dtype || have != Some(count) {
-        let what = format!(
-            "tensor {} is {} {:?}, the model needs {count} of {dtype}; check that config.json belongs to these weights",
-            shown(name),
-            stored.dtype,
-            stored.dims
-        );
-        return Err(Error::file(shard.path(), what));
+    let found = must_find(folder, name)?;
+    let mut dims = found.1.dims.iter();
+    let have = dims.try_fold(1usize, |n, d| n.checked_mul(*d));
+    match found.1.dtype == dtype && have == Some(count) {
+        true => Ok(found),
+        false => Err(other_size(found, &format!("{count} of {dtype}"))),
     }
-    Ok((shard, stored))
+}
+
+/// Codes of NF4, under any element type: it names the storage alone (`bnb_4bit_quant_storage`).
+/// FSDP wants all parameters of a module in one type, so QLoRA beside it stores bytes as BF16.
+fn nf4_codes<'a>(folder: &'a Folder, name: &str, bytes: usize) -> Result<Found<'a>> {
+    let found = must_find(folder, name)?;
+    match found.1.range.len() == bytes {
+        true => Ok(found),
+        false => Err(other_size(found, &format!("{bytes} bytes of codes"))),
+    }
+}
+
+fn must_find<'a>(folder: &'a Folder, name: &str) -> Result<Found<'a>> {
+    find(folder, name).ok_or_else(|| {
+        let what = format!("has no tensor {}; {AGAIN}", shown(name));
+        Error::file(folder.path(), what)
+    })
+}
+
+fn other_size((shard, stored): Found<'_>, needed: &str) -> Error {
+    let what = format!(
+        "tensor {} is {} {:?}, the model needs {needed}; {OTHER_CONFIG}",
+        shown(&stored.name),
+        stored.dtype,
+        stored.dims
+    );
+    Error::file(shard.path(), what)
 }
 
 fn plan_nf4<'a>(
@@ -187,7 +203,7 @@ fn plan_nf4<'a>(
     wants("quant_type", "nf4".into())?;
     wants("blocksize", NF4_BLOCK.into())?;
     wants("shape", piece.dims.clone().into())?;
-    let codes = part(folder, tensor, Dtype::U8, values / 2)?;
+    let codes = nf4_codes(folder, tensor, values / 2)?;
     let kind = if double { Dtype::U8 } else { Dtype::F32 };
     let magnitudes = part(folder, &name("absmax"), kind, blocks)?;
     let mut names = vec![state.clone(), name("quant_map")];
