@@ -3,8 +3,8 @@
 //! A [`Source`] is a folder of weights and perhaps an adapter on them. Its weights stay in their files
 //! and are read tensor by tensor; where there is an adapter, each sum is made in f32 when it is read,
 //! and rounded once to the type that is written. So memory holds one parameter at a time, whatever
-//! the size of the model. Codes of a quantised base are widened in the same way: what is written are
-//! whole weights. Where the base is quantised here, because the adapter was trained beside it so, its
+//! the size of the model. Codes of a quantised base are widened in the same way, in f32 too: what is
+//! written are whole weights. Where the base is quantised here, because the adapter was trained beside it so, its
 //! codes are made first, and are in memory.
 //!
 //! Refused: a target that exists (an empty folder counts as none). Nothing is ever replaced.
@@ -20,7 +20,7 @@ use roundpipe_files::{AtomicFolder, SystemDisk};
 
 use crate::decoder::Model;
 use crate::error::{Error, Result};
-use crate::folder::SaveOptions;
+use crate::folder::{Folder, SaveOptions, is_quantized};
 use crate::gguf::{GgufOptions, GgufReport};
 use crate::pretrained::read_config;
 
@@ -53,8 +53,8 @@ impl Source {
     /// [`Error::File`] when one of them cannot be used, or they do not fit together.
     pub fn open(&self) -> Result<(Model, DType)> {
         let own = read_config(&self.folder)?.dtype.unwrap_or(DType::F32);
-        // In f32, so that sums are rounded once, when they are written.
-        let dtype = self.adapter.is_some().then_some(DType::F32);
+        // In f32, so that sums and what codes stand for are rounded once, when they are written.
+        let dtype = self.computes()?.then_some(DType::F32);
         let mut model = match self.quantize {
             Some(how) => Model::load_quantized(&self.folder, dtype, how)?,
             None => Model::load_mapped(&self.folder, dtype)?,
@@ -65,6 +65,12 @@ impl Source {
             model.merge_lora_on_read()?;
         }
         Ok((model, own))
+    }
+
+    /// Whether values are computed on the way, and not only copied.
+    fn computes(&self) -> Result<bool> {
+        let added = self.adapter.is_some() || self.quantize.is_some();
+        Ok(added || is_quantized(&Folder::open(&self.folder)?))
     }
 
     /// Writes a folder that transformers opens, in `dtype` or the type of the model's config, with at

@@ -148,6 +148,43 @@ fn exports_are_whole() {
     }
 }
 
+/// What codes stand for is rounded once, to the type that is written: a config that says bf16 takes
+/// nothing away from an export in f32 or f16.
+#[test]
+fn exports_round_once() {
+    let temp = folder();
+    let room: &Path = temp.as_ref();
+    for name in ["nf4", "nf4_plain", "int8"] {
+        let dir = with_config(name, "\"dtype\": \"float32\"", "\"dtype\": \"bfloat16\"");
+        let source = Source {
+            folder: dir.as_ref().to_path_buf(),
+            adapter: None,
+            quantize: None,
+        };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let out = room.join(format!("{name} {dtype}"));
+            source.write_folder(&out, Some(dtype), u64::MAX).unwrap();
+            let have = Model::load(&out, None).unwrap();
+            let mut want = Model::load(fixture(name), Some(dtype)).unwrap();
+            want.dequantize().unwrap();
+            assert!(all_bytes(&have) == all_bytes(&want), "{name} in {dtype}");
+        }
+        let (model, own) = source.open().unwrap();
+        // A GGUF file is written from this model.
+        assert_eq!((model.dtype(), own), (DType::F32, DType::BF16), "{name}");
+    }
+}
+
+/// A copy of a fixture with another config.
+fn with_config(name: &str, from: &str, to: &str) -> Temp {
+    let dir = changed(name, |_, dtype, dims, data| Some((dtype, dims, data)));
+    let path = dir.as_ref().join("config.json");
+    let config = std::fs::read_to_string(&path).unwrap();
+    assert!(config.contains(from), "{config}");
+    std::fs::write(path, config.replacen(from, to, 1)).unwrap();
+    dir
+}
+
 fn gguf() -> GgufOptions {
     GgufOptions {
         dtype: GgufType::F32,

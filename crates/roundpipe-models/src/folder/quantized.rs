@@ -45,6 +45,12 @@ pub(crate) fn stored_form(folder: &Folder, tensor: &str) -> Option<(Quantization
     eight.then_some((Quantization::Int8, false))
 }
 
+/// Whether any tensor of the folder is quantised by bitsandbytes, whatever its config says.
+pub(crate) fn is_quantized(folder: &Folder) -> bool {
+    let mut names = folder.tensors();
+    names.any(|name| stored_form(folder, name).is_some())
+}
+
 fn state_name(tensor: &str) -> String {
     format!("{tensor}.quant_state.bitsandbytes__nf4")
 }
