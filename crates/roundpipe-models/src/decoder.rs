@@ -35,7 +35,7 @@ use roundpipe::{
 };
 
 use crate::config::ModelConfig;
-use crate::entry::Entry;
+use crate::entry::{Entry, Piece};
 use crate::error::{Error, Result};
 use crate::folder::QuantizedEntry;
 use crate::memory::host_memory;
@@ -381,8 +381,12 @@ impl Model {
     }
 
     /// The tensors of a folder that a linear map of a block is made of.
-    pub(crate) fn tensors_of(&self, block: usize, name: &str) -> Vec<String> {
-        names::tensors_of(self, block, name)
+    pub(crate) fn pieces_of(
+        &self,
+        block: usize,
+        (name, projection): (&str, &Projection),
+    ) -> Vec<Piece> {
+        names::pieces_of(self, block, (name, projection))
     }
 
     /// How linear maps are quantised, where they are.

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 pub(crate) use load::load_all;
 pub use load::{LoadOptions, LoadReport, load};
-pub(crate) use quantized::{QuantizedEntry, is_quantized, stored_form};
+pub(crate) use quantized::{QuantizedEntry, is_quantized, not_taken, stored_form, take_widened};
 pub use save::{SaveOptions, save};
 
 use roundpipe_files::error::unreadable;

@@ -6,9 +6,11 @@ use roundpipe::{Bytes, DType, Quantization};
 use roundpipe_files::small;
 
 use crate::config::ModelConfig;
-use crate::decoder::{Contents, Form, Model, QuantizedWeight, Weight, own_form};
+use crate::decoder::{Contents, Form, Model, QuantizedWeight, Weight, is_router, own_form};
 use crate::error::{Error, Result};
-use crate::folder::{Folder, LoadOptions, SaveOptions, load_all, save, stored_form};
+use crate::folder::{
+    Folder, LoadOptions, SaveOptions, load_all, not_taken, save, stored_form, take_widened,
+};
 use crate::limits;
 use crate::memory::host_memory;
 
@@ -140,14 +142,29 @@ impl Model {
         // included.
         let mut model = Self::without_tables(config, dtype, contents)?;
         model.take_forms(&folder, how)?;
-        load_all(
-            &folder,
-            &model.entries(),
-            &model.quantized_entries(),
-            &options,
-        )?;
+        model.read_weights(&folder, &options)?;
         model.fill_rope()?;
         Ok(model)
+    }
+
+    /// Reads all parameters. Those that are whole here but quantised in the folder are widened behind
+    /// it, or whenever they are read where weights stay in files.
+    fn read_weights(&self, folder: &Folder, options: &LoadOptions) -> Result<()> {
+        let mut entries = self.entries();
+        let mut quantized = self.quantized_entries();
+        let mut widened = Vec::new();
+        for (param, coded) in take_widened(folder, &mut entries)? {
+            widened.push((param, coded.weight.clone()));
+            quantized.push(coded);
+        }
+        load_all(folder, &entries, &quantized, options)?;
+        for (param, weight) in widened {
+            match options.mapped {
+                true => weight.rehome_on_read(&param)?,
+                false => weight.widen_into(&param.data())?,
+            }
+        }
+        Ok(())
     }
 
     /// Gives linear maps the form in which the folder has them, or `how`.
@@ -156,8 +173,10 @@ impl Model {
         let mut forms = Vec::new();
         for (block, of) in self.blocks.iter().enumerate() {
             for (name, projection) in of.projections() {
-                let tensors = self.tensors_of(block, name);
-                let stored = tensors.iter().map(|tensor| stored_form(folder, tensor));
+                let pieces = self.pieces_of(block, (name, projection));
+                let stored = pieces
+                    .iter()
+                    .map(|piece| stored_form(folder, &piece.tensor));
                 let stored: Vec<_> = stored.collect();
                 if stored.windows(2).any(|pair| pair[0] != pair[1]) {
                     let what = format!(
@@ -165,21 +184,14 @@ impl Model {
                     );
                     return Err(Error::file(folder.path(), what));
                 }
-                let stored = stored.first().copied().flatten();
                 let own = |how| own_form(family, name, projection, how);
-                let form = match stored {
+                let form = match stored.first().copied().flatten() {
                     None => how.and_then(own),
+                    // Routers are whole here; their codes are widened when they are read.
+                    Some(_) if is_router(name) => None,
                     Some((how, double)) => {
-                        let refused = || {
-                            let what = format!(
-                                "model.layers.{block}.{name} is quantised as {how}, which is not supported for it; use whole weights"
-                            );
-                            Error::file(folder.path(), what)
-                        };
-                        Some(Form {
-                            double,
-                            ..own(how).ok_or_else(refused)?
-                        })
+                        let own = own(how).ok_or_else(|| not_taken(folder, &pieces[0], how))?;
+                        Some(Form { double, ..own })
                     }
                 };
                 forms.push(form);

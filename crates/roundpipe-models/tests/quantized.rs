@@ -11,7 +11,7 @@ use roundpipe::optim::AdamW;
 use roundpipe::quant::nf4_books;
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Device, Grain, HostTensor, Inputs, Lag, Param, Params, RingOptions,
-    RoundPipe, Rule, RunConfig, Update,
+    RoundPipe, Rule, RunConfig, Update, bf16,
 };
 use roundpipe_models::export::Source;
 use roundpipe_models::{
@@ -20,6 +20,7 @@ use roundpipe_models::{
 use roundpipe_tensor::SimWorld;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
+use serde_json::json;
 
 const BOTH: [Quantization; 2] = [Quantization::Nf4, Quantization::Int8];
 
@@ -472,11 +473,23 @@ fn what_does_not_fit_is_refused_by_name() {
         refused(dir, &[&gone]);
     }
     let state = format!("{at}.quant_state.bitsandbytes__nf4");
-    for (from, to) in [
-        ("\"blocksize\": 64", "\"blocksize\": 32"),
-        ("\"shape\": [32, 64]", "\"shape\": [64, 32]"),
-        ("\"nested_blocksize\": 256", "\"nested_blocksize\": 128"),
-        ("{", "<"),
+    for (from, to, says) in [
+        (
+            "\"blocksize\": 64",
+            "\"blocksize\": 128",
+            "blocksize = 128, only 64 is read; quantise the model again with blocksize 64",
+        ),
+        (
+            "\"shape\": [32, 64]",
+            "\"shape\": [64, 32]",
+            "check that config.json",
+        ),
+        (
+            "\"nested_blocksize\": 256",
+            "\"nested_blocksize\": 128",
+            "quantise the model again with nested blocksize 256",
+        ),
+        ("{", "<", "is no JSON"),
     ] {
         let dir = changed("nf4", |name, dtype, dims, data| {
             if name != state {
@@ -486,7 +499,7 @@ fn what_does_not_fit_is_refused_by_name() {
             assert!(text.contains(to), "{text}");
             Some((dtype, vec![text.len()], text.into_bytes()))
         });
-        refused(dir, &["quant_state"]);
+        refused(dir, &[&state, says]);
     }
     let codes = changed("nf4", |name, dtype, dims, mut data| {
         let cut = name == at;
@@ -568,4 +581,135 @@ fn codes_are_read_from_any_storage_type() {
         Some((Dtype::BF16, vec![data.len() / 2, 1], data))
     });
     refused(cut, &[at, "BF16", "1024 bytes of codes"]);
+}
+
+/// bitsandbytes also takes matrices that are no whole blocks; here the reason and a way out are said.
+#[test]
+fn parts_of_blocks_are_refused_with_the_reason() {
+    // Attention's matrices are whole blocks then, those of the unit are not.
+    let config = std::fs::read_to_string(fixture("nf4").join("config.json")).unwrap();
+    let config = config.replace("\"hidden_size\": 64", "\"hidden_size\": 30");
+    let config = config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 15");
+    let dir = changed("nf4", |_, dtype, dims, data| Some((dtype, dims, data)));
+    std::fs::write(dir.as_ref().join("config.json"), config).unwrap();
+    let gate = "model.layers.0.mlp.gate_proj.weight";
+    refused(dir, &[gate, "[15, 30]", "multiples of 64", "8 bits"]);
+}
+
+/// A tensor as a file has it.
+type Written = (String, Dtype, Vec<usize>, Vec<u8>);
+
+/// A matrix as bitsandbytes saves it, and the values that it stands for.
+struct Coded {
+    tensors: Vec<Written>,
+    values: Vec<f32>,
+}
+
+fn le(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+/// In NF4 without double quantisation.
+fn in_four_bits(name: &str, dims: &[usize]) -> Coded {
+    let count: usize = dims.iter().product();
+    let blocks = count.div_ceil(64);
+    let book = &nf4_books()[..16];
+    let codes: Vec<u8> = (0..count / 2).map(|i| (i * 37 % 251) as u8).collect();
+    let largest: Vec<f32> = (0..blocks).map(|i| 0.1 + i as f32 / 64.0).collect();
+    let nibbles = codes.iter().flat_map(|code| [code >> 4, code & 15]);
+    let values = nibbles.enumerate();
+    let values = values.map(|(i, code)| book[usize::from(code)] * largest[i / 64]);
+    let values = values.collect();
+    let state = format!("{{\"quant_type\": \"nf4\", \"blocksize\": 64, \"shape\": {dims:?}}}");
+    let part = |part: &str| format!("{name}.{part}");
+    let tensors = vec![
+        (name.to_owned(), Dtype::U8, vec![count / 2, 1], codes),
+        (part("absmax"), Dtype::F32, vec![blocks], le(&largest)),
+        (part("quant_map"), Dtype::F32, vec![16], le(book)),
+        (
+            part("quant_state.bitsandbytes__nf4"),
+            Dtype::U8,
+            vec![state.len()],
+            state.into_bytes(),
+        ),
+    ];
+    Coded { tensors, values }
+}
+
+fn in_eight_bits(name: &str, dims: &[usize]) -> Coded {
+    let &[rows, columns] = dims else {
+        panic!("{name} is no matrix")
+    };
+    let codes: Vec<u8> = (0..rows * columns).map(|i| (i * 37 % 251) as u8).collect();
+    let largest: Vec<f32> = (0..rows).map(|i| 0.1 + i as f32 / 64.0).collect();
+    let values = codes.iter().enumerate();
+    let values = values.map(|(i, code)| f32::from(*code as i8) * (largest[i / columns] / 127.0));
+    let values = values.collect();
+    let module = name.strip_suffix("weight").unwrap();
+    let tensors = vec![
+        (name.to_owned(), Dtype::I8, dims.to_vec(), codes),
+        (format!("{module}SCB"), Dtype::F32, vec![rows], le(&largest)),
+        (format!("{module}weight_format"), Dtype::U8, vec![], vec![0]),
+    ];
+    Coded { tensors, values }
+}
+
+/// Puts a quantised matrix in the place of a whole one.
+fn replace(dir: &Temp, name: &str, code: fn(&str, &[usize]) -> Coded) -> Vec<f32> {
+    let path = dir.as_ref().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let coded = code(name, file.tensor(name).unwrap().shape());
+    let others = file
+        .tensors()
+        .into_iter()
+        .filter(|(other, _)| other != name);
+    let quantised = coded.tensors.iter().map(|(name, dtype, dims, data)| {
+        let view = TensorView::new(*dtype, dims.clone(), data).unwrap();
+        (name.clone(), view)
+    });
+    let all = safetensors::serialize(others.chain(quantised), None).unwrap();
+    std::fs::write(path, all).unwrap();
+    coded.values
+}
+
+/// bitsandbytes quantises a head or a router where nothing keeps it from that. They are whole here,
+/// so they load as what their codes stand for.
+#[test]
+fn a_quantised_head_and_router_are_widened() {
+    let config = Golden::open("qwen3_moe").config();
+    let config = config
+        .with(&json!({"vocab_size": 96, "num_experts": 6}))
+        .unwrap();
+    let (head, router) = ("lm_head.weight", "model.layers.1.mlp.gate.weight");
+    let codings: [fn(&str, &[usize]) -> Coded; 2] = [in_four_bits, in_eight_bits];
+    for code in codings {
+        let dir = saved(&Model::random(config.clone(), DType::F32, 1).unwrap());
+        let want = [head, router].map(|name| (name, replace(&dir, name, code)));
+        for dtype in [DType::F32, DType::BF16] {
+            for model in [
+                Model::load(&dir, Some(dtype)).unwrap(),
+                Model::load_mapped(&dir, Some(dtype)).unwrap(),
+            ] {
+                let entries = model.entries();
+                for (name, want) in &want {
+                    let param = &entries.iter().find(|e| e.name == *name).unwrap().param;
+                    let home = param.data().read_all().unwrap();
+                    let same = match dtype {
+                        DType::F32 => home.as_slice::<f32>() == want,
+                        _ => {
+                            let rounded: Vec<_> =
+                                want.iter().copied().map(bf16::from_f32).collect();
+                            home.as_slice::<bf16>() == rounded
+                        }
+                    };
+                    assert!(same, "{name} in {dtype}");
+                }
+            }
+        }
+    }
+    // 97 rows of 32 values are no whole blocks.
+    let dir = saved(&Golden::open("qwen3_moe").model(DType::F32));
+    replace(&dir, head, in_four_bits);
+    refused(dir, &[head, "[97, 32]", "multiples of 64", "8 bits"]);
 }

@@ -101,17 +101,20 @@ pub(super) fn quantized_entries(model: &Model) -> Vec<QuantizedEntry> {
 
 /// The tensors of a folder that the linear map `name` of a block's experts, or of the block, is made
 /// of; `name` is that of [`Model::projections`].
-pub(super) fn tensors_of(model: &Model, block: usize, name: &str) -> Vec<String> {
+pub(super) fn pieces_of(
+    model: &Model,
+    block: usize,
+    (name, projection): (&str, &Projection),
+) -> Vec<Piece> {
     let at = format!("model.layers.{block}");
     let block = &model.blocks[block];
-    let placed = match (&block.unit, name) {
+    match (&block.unit, name) {
         (Unit::Sparse(experts), super::GATE_UP | super::DOWN) => {
             let mut both = placed_experts(model.config.family, &at, experts);
             both.swap_remove(usize::from(name == super::DOWN)).pieces
         }
-        _ => return vec![format!("{at}.{name}.weight")],
-    };
-    placed.into_iter().map(|piece| piece.tensor).collect()
+        _ => one(&format!("{at}.{name}"), projection).pieces,
+    }
 }
 
 fn one<'a>(name: &str, projection: &'a Projection) -> Placed<'a> {

@@ -260,6 +260,12 @@ impl QuantizedWeight {
     /// The same without memory of its own: codes are widened whenever it is read.
     pub(crate) fn widened_on_read(&self) -> TensorResult<Param> {
         let whole = Param::absent(self.dtype, self.shape.dims())?.frozen();
+        self.rehome_on_read(&whole)?;
+        Ok(whole)
+    }
+
+    /// Gives a whole parameter of the same type and shape a home that is made whenever it is read.
+    pub(crate) fn rehome_on_read(&self, whole: &Param) -> TensorResult<()> {
         let codes = self.clone();
         let name = codes.codes.data().name().to_owned();
         let home = HostBuf::made_on_read(name, whole.bytes(), move |home| {
@@ -267,11 +273,10 @@ impl QuantizedWeight {
             let read = codes.codes.data();
             read.let_go(0..read.len())
         });
-        whole.rehome(home)?;
-        Ok(whole)
+        whole.rehome(home)
     }
 
-    fn widen_into(&self, home: &HostBuf) -> TensorResult<()> {
+    pub(crate) fn widen_into(&self, home: &HostBuf) -> TensorResult<()> {
         let mut out = home.write(0..home.len())?;
         match self.dtype {
             DType::BF16 => self.widen(out.as_mut_slice(), bf16::from_f32),

@@ -1,9 +1,11 @@
 //! From a folder into quantised weights: whole tensors are quantised as they are read, one at a
-//! time; those that bitsandbytes saved are taken as they are.
+//! time; those that bitsandbytes saved are taken as they are. Where it quantised a matrix that is
+//! whole here (a head, a router), its codes are widened once they are read.
 //!
-//! bitsandbytes' tensors beside a weight `w`, whose bytes are codes: NF4 has `w.absmax`, `w.quant_map`, with double
-//! quantisation `w.nested_absmax` and `w.nested_quant_map`, and `w.quant_state.bitsandbytes__nf4`,
-//! bytes of JSON; 8 bits have `SCB`, 127 times our factors, and `weight_format` in the module.
+//! bitsandbytes' tensors beside a weight `w`, whose bytes are codes: NF4 has `w.absmax`,
+//! `w.quant_map`, with double quantisation `w.nested_absmax` and `w.nested_quant_map`, and
+//! `w.quant_state.bitsandbytes__nf4`, bytes of JSON; 8 bits have `SCB`, 127 times our factors, and
+//! `weight_format` in the module.
 //!
 //! Refused by name: other block sizes, rows in another order, parts that are missing or of another
 //! size, code books that differ between the matrices of one weight.
@@ -18,7 +20,7 @@ use serde_json::Value;
 
 use super::Folder;
 use super::load::{Job, OTHER_CONFIG, find, plan};
-use crate::decoder::QuantizedWeight;
+use crate::decoder::{Form, QuantizedWeight};
 use crate::entry::{Entry, Piece};
 use crate::error::{Error, Result};
 
@@ -49,6 +51,52 @@ pub(crate) fn stored_form(folder: &Folder, tensor: &str) -> Option<(Quantization
 pub(crate) fn is_quantized(folder: &Folder) -> bool {
     let mut names = folder.tensors();
     names.any(|name| stored_form(folder, name).is_some())
+}
+
+/// Takes out of `entries` the matrices that are whole in the model and quantised in the folder: a
+/// head, a router. Each becomes codes, and the parameter that they are to be widened into.
+pub(crate) fn take_widened(
+    folder: &Folder,
+    entries: &mut Vec<Entry>,
+) -> Result<Vec<(Param, QuantizedEntry)>> {
+    let mut all = Vec::new();
+    let mut rest = Vec::new();
+    for entry in std::mem::take(entries) {
+        let stored = match &entry.pieces[..] {
+            [only] => stored_form(folder, &only.tensor),
+            _ => None,
+        };
+        let (Some((how, double)), &[rows, columns]) = (stored, entry.param.shape().dims()) else {
+            rest.push(entry);
+            continue;
+        };
+        if !how.takes(rows, columns) {
+            return Err(not_taken(folder, &entry.pieces[0], how));
+        }
+        let form = Form {
+            how,
+            double,
+            matrices: 1,
+        };
+        let coded = QuantizedEntry {
+            name: entry.name,
+            weight: QuantizedWeight::zeros(form, *entry.param.shape(), entry.param.dtype())?,
+            pieces: entry.pieces,
+        };
+        all.push((entry.param, coded));
+    }
+    *entries = rest;
+    Ok(all)
+}
+
+/// A tensor whose codes are not read, for its sizes.
+pub(crate) fn not_taken(folder: &Folder, piece: &Piece, how: Quantization) -> Error {
+    let what = format!(
+        "tensor {} is quantised as {how} and {:?}, but only multiples of {NF4_BLOCK} values in rows of even length are read so; quantise the model again in 8 bits, or with this matrix left whole (llm_int8_skip_modules)",
+        shown(&piece.tensor),
+        piece.dims
+    );
+    Error::file(folder.path(), what)
 }
 
 fn state_name(tensor: &str) -> String {
@@ -151,6 +199,53 @@ fn part<'a>(folder: &'a Folder, name: &str, dtype: Dtype, count: usize) -> Resul
     }
 }
 
+/// What bitsandbytes says of a weight in NF4: JSON in a tensor beside it.
+struct State<'a> {
+    shard: &'a Weights,
+    name: String,
+    json: Value,
+}
+
+impl<'a> State<'a> {
+    fn read(folder: &'a Folder, tensor: &str) -> Result<Self> {
+        let name = state_name(tensor);
+        let (shard, stored) = must_find(folder, &name)?;
+        let mut state = Self {
+            shard,
+            name,
+            json: Value::Null,
+        };
+        if stored.dtype != Dtype::U8 || stored.range.len() > MOST_STATE {
+            let what = format!("is not the state of a quantised weight; {AGAIN}");
+            return Err(state.refused(what));
+        }
+        let bytes = shard.mapped(stored)?.read_all()?;
+        state.json = serde_json::from_slice(bytes.bytes())
+            .map_err(|e| state.refused(format!("is no JSON ({e}); {AGAIN}")))?;
+        Ok(state)
+    }
+
+    fn refused(&self, what: impl std::fmt::Display) -> Error {
+        let what = format!("tensor {} {what}", shown(&self.name));
+        Error::file(self.shard.path(), what)
+    }
+
+    fn wants(&self, key: &str, want: Value, fix: &str) -> Result<()> {
+        let have = &self.json[key];
+        match *have == want {
+            true => Ok(()),
+            false => Err(self.refused(format!("has {key} = {have}, only {want} is read; {fix}"))),
+        }
+    }
+
+    /// What is added to all magnitudes.
+    fn offset(&self) -> Result<f32> {
+        let offset = self.json["nested_offset"].as_f64();
+        let offset = offset.map(|offset| offset as f32).filter(|x| x.is_finite());
+        offset.ok_or_else(|| self.refused(format!("has no finite nested_offset; {AGAIN}")))
+    }
+}
+
 /// Codes of NF4, under any element type: it names the storage alone (`bnb_4bit_quant_storage`).
 /// FSDP wants all parameters of a module in one type, so QLoRA beside it stores bytes as BF16.
 fn nf4_codes<'a>(folder: &'a Folder, name: &str, bytes: usize) -> Result<Found<'a>> {
@@ -187,32 +282,15 @@ fn plan_nf4<'a>(
     let name = |part: &str| format!("{tensor}.{part}");
     let (values, blocks) = (piece.numel(), piece.numel() / NF4_BLOCK);
     let double = entry.weight.form.double;
-    let state = state_name(tensor);
-    let (shard, stored) = find(folder, &state).expect("found: its name said that this is NF4");
-    let fail = |what: String| {
-        let what = format!("tensor {} {what}; {AGAIN}", shown(&state));
-        Error::file(shard.path(), what)
-    };
-    if stored.dtype != Dtype::U8 || stored.range.len() > MOST_STATE {
-        return Err(fail("is not the state of a quantised weight".into()));
-    }
-    let bytes = shard.mapped(stored)?.read_all()?;
-    let json: Value =
-        serde_json::from_slice(bytes.bytes()).map_err(|e| fail(format!("is no JSON ({e})")))?;
-    let wants = |key: &str, want: Value| match json[key] == want {
-        true => Ok(()),
-        false => Err(fail(format!(
-            "has {key} = {}; it must be {want}",
-            json[key]
-        ))),
-    };
-    wants("quant_type", "nf4".into())?;
-    wants("blocksize", NF4_BLOCK.into())?;
-    wants("shape", piece.dims.clone().into())?;
+    let state = State::read(folder, tensor)?;
+    state.wants("quant_type", "nf4".into(), AGAIN)?;
+    let fix = format!("quantise the model again with blocksize {NF4_BLOCK}");
+    state.wants("blocksize", NF4_BLOCK.into(), &fix)?;
+    state.wants("shape", piece.dims.clone().into(), OTHER_CONFIG)?;
     let codes = nf4_codes(folder, tensor, values / 2)?;
     let kind = if double { Dtype::U8 } else { Dtype::F32 };
     let magnitudes = part(folder, &name("absmax"), kind, blocks)?;
-    let mut names = vec![state.clone(), name("quant_map")];
+    let mut names = vec![state.name.clone(), name("quant_map")];
     let mut books = floats(part(folder, &name("quant_map"), Dtype::F32, 16)?)?;
     let nested = match double {
         false => {
@@ -220,9 +298,9 @@ fn plan_nf4<'a>(
             None
         }
         true => {
-            wants("nested_blocksize", NF4_NESTED.into())?;
-            let offset = json["nested_offset"].as_f64();
-            let offset = offset.ok_or_else(|| fail("has no nested_offset".into()))? as f32;
+            let fix = format!("quantise the model again with nested blocksize {NF4_NESTED}");
+            state.wants("nested_blocksize", NF4_NESTED.into(), &fix)?;
+            let offset = state.offset()?;
             names.push(name("nested_quant_map"));
             books.extend(floats(part(folder, &names[2], Dtype::F32, 256)?)?);
             let factors = nf4_nested(blocks) - 1;
