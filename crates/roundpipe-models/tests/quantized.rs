@@ -489,6 +489,11 @@ fn what_does_not_fit_is_refused_by_name() {
             "\"nested_blocksize\": 128",
             "quantise the model again with nested blocksize 256",
         ),
+        (
+            "\"nested_offset\": ",
+            "\"nested_offset\": 1e39, \"was\": ",
+            "nested_offset",
+        ),
         ("{", "<", "is no JSON"),
     ] {
         let dir = changed("nf4", |name, dtype, dims, data| {
@@ -594,6 +599,32 @@ fn parts_of_blocks_are_refused_with_the_reason() {
     std::fs::write(dir.as_ref().join("config.json"), config).unwrap();
     let gate = "model.layers.0.mlp.gate_proj.weight";
     refused(dir, &[gate, "[15, 30]", "multiples of 64", "8 bits"]);
+}
+
+/// A scale that is no number would make all it scales none: a loss of NaN that says nothing of where
+/// it comes from.
+#[test]
+fn scales_that_are_no_numbers_are_refused() {
+    let module = "model.layers.0.self_attn.k_proj";
+    for (fixture_name, part) in [
+        ("int8", "SCB"),
+        ("nf4_plain", "weight.absmax"),
+        ("nf4_plain", "weight.quant_map"),
+        ("nf4", "weight.nested_absmax"),
+        ("nf4", "weight.nested_quant_map"),
+    ] {
+        for (value, says) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
+            let odd = format!("{module}.{part}");
+            let dir = changed(fixture_name, |name, dtype, dims, mut data| {
+                if name == odd {
+                    let last = data.len() - 4;
+                    data[last..].copy_from_slice(&value.to_le_bytes());
+                }
+                Some((dtype, dims, data))
+            });
+            refused(dir, &[&odd, says, "no finite number"]);
+        }
+    }
 }
 
 /// A tensor as a file has it.

@@ -8,7 +8,7 @@
 //! `weight_format` in the module.
 //!
 //! Refused by name: other block sizes, rows in another order, parts that are missing or of another
-//! size, code books that differ between the matrices of one weight.
+//! size, scales that are not finite, code books that differ between the matrices of one weight.
 
 use roundpipe::quant::{NF4_BLOCK, NF4_NESTED, Quantization, nf4_nested};
 use roundpipe::{DType, Param};
@@ -357,13 +357,30 @@ fn check_row_major(folder: &Folder, name: &str) -> Result<()> {
     Err(Error::file(shard.path(), what))
 }
 
-/// A small tensor's values.
-fn floats((shard, stored): Found<'_>) -> Result<Vec<f32>> {
+/// Values of a small tensor of scales or of a code book.
+fn floats(found: Found<'_>) -> Result<Vec<f32>> {
+    check_finite(found)?;
+    let bytes = found.0.mapped(found.1)?.read_all()?;
+    Ok(words(bytes.bytes()).collect())
+}
+
+fn words(bytes: &[u8]) -> impl Iterator<Item = f32> {
+    let words = bytes.chunks_exact(4);
+    words.map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+}
+
+/// Refuses scales that are no numbers: all that they scale would be none, and a loss of NaN does not
+/// say where it comes from.
+fn check_finite((shard, stored): Found<'_>) -> Result<()> {
     let bytes = shard.mapped(stored)?.read_all()?;
-    let words = bytes.bytes().chunks_exact(4);
-    Ok(words
-        .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-        .collect())
+    let Some(odd) = words(bytes.bytes()).find(|x| !x.is_finite()) else {
+        return Ok(());
+    };
+    let what = format!(
+        "tensor {} has a scale of {odd}, which is no finite number; {AGAIN}, or quantise it again",
+        shown(&stored.name)
+    );
+    Err(Error::file(shard.path(), what))
 }
 
 impl QuantizedJob<'_> {
@@ -414,6 +431,9 @@ impl QuantizedJob<'_> {
                 ..
             } => {
                 self.copy(&weight.codes, *codes)?;
+                if magnitudes.1.dtype == Dtype::F32 {
+                    check_finite(*magnitudes)?;
+                }
                 self.copy(&weight.scales, *magnitudes)?;
                 if let (Some(home), Some((factors, offset))) = (&weight.nested, nested) {
                     let factors = floats(*factors)?;
