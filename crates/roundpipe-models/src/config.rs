@@ -239,6 +239,15 @@ impl ModelConfig {
         ours.then(|| read::bitsandbytes(settings).ok()).flatten()
     }
 
+    /// Whether magnitudes of NF4 are in 8 bits: always where weights are quantised here, and where a
+    /// folder's are, if its config says so.
+    pub(crate) fn has_double_quantization(&self) -> bool {
+        let settings = self.raw.get("quantization_config");
+        // MXFP4 is whole here, and quantised as any whole weight.
+        let theirs = settings.filter(|_| self.quantization().is_some());
+        theirs.is_none_or(|settings| settings["bnb_4bit_use_double_quant"] == true)
+    }
+
     /// Number of parameters, tied ones once.
     pub fn num_params(&self) -> u64 {
         let all = self.attention_params() + self.unit_params() + self.end_params();

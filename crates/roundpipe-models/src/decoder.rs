@@ -289,7 +289,7 @@ impl Model {
             .map(|i| {
                 let mut block = Block::new(c, i, make, &rope)?;
                 if let Some(how) = make.quantize {
-                    block.quantize(c.family, how, make)?;
+                    block.quantize(c, how, make)?;
                 }
                 Ok(block)
             })

@@ -15,7 +15,7 @@ use roundpipe::{
 };
 use roundpipe_models::export::Source;
 use roundpipe_models::{
-    Entry, GgufOptions, GgufType, LoraConfig, Model, Quantization, SaveOptions, preset,
+    Entry, GgufOptions, GgufType, LoraConfig, Model, Quantization, SaveOptions, preset, read_config,
 };
 use roundpipe_tensor::SimWorld;
 use safetensors::SafeTensors;
@@ -551,6 +551,28 @@ fn tiles_of_eight_bits_are_refused() {
     let have = Model::load(silent, None).unwrap();
     let want = Model::load(fixture("int8"), None).unwrap();
     assert!(all_bytes(&have) == all_bytes(&want));
+}
+
+/// What a plan counts for a quantised folder, which it makes from the config alone, is what loads.
+#[test]
+fn a_config_tells_what_its_folder_takes() {
+    let sizes = |model: &Model| -> Vec<(String, usize)> {
+        let params = model.named_params().into_iter();
+        params.map(|(name, param)| (name, param.bytes())).collect()
+    };
+    for name in ["nf4", "nf4_plain", "int8"] {
+        let config = read_config(fixture(name)).unwrap();
+        let how = config.quantization().unwrap();
+        let empty = Model::empty_quantized(config, DType::F32, how).unwrap();
+        let loaded = Model::load(fixture(name), Some(DType::F32)).unwrap();
+        assert_eq!(sizes(&empty), sizes(&loaded), "{name}");
+    }
+    // Another tool's quantisation says nothing about ours.
+    let whole = Golden::open("gpt_oss").config();
+    let theirs = json!({"quantization_config": {"quant_method": "mxfp4"}});
+    let [mxfp4, whole] = [whole.with(&theirs).unwrap(), whole]
+        .map(|config| Model::empty_quantized(config, DType::F32, Quantization::Nf4).unwrap());
+    assert_eq!(sizes(&whole), sizes(&mxfp4));
 }
 
 /// The element type under which codes of NF4 are stored says nothing about them: a load reads what a

@@ -177,12 +177,12 @@ impl Block {
     /// other. A weight that the format cannot take stays whole.
     pub(crate) fn quantize(
         &mut self,
-        family: Family,
+        config: &ModelConfig,
         how: Quantization,
         make: &mut Maker,
     ) -> TensorResult<()> {
         for (name, projection) in self.projections_mut() {
-            let form = own_form(family, name, projection, how);
+            let form = own_form(config.family, name, projection, how);
             let Weight::Whole(whole) = &projection.weight else {
                 continue;
             };
@@ -193,6 +193,8 @@ impl Block {
                 }
                 continue;
             };
+            let double = form.double && config.has_double_quantization();
+            let form = Form { double, ..form };
             let weight = QuantizedWeight::zeros(form, *whole.shape(), whole.dtype())?;
             match make.contents {
                 Contents::Random => weight.fill(whole)?,
