@@ -281,7 +281,7 @@ impl HostBuf {
         self.memory.made_on_read.is_some() || self.memory.owner.is::<memmap2::Mmap>()
     }
 
-    /// Whether the bytes are made on read: they take memory while somebody reads them.
+    /// Whether the bytes are made on read: they take memory while they are read.
     pub fn is_made_on_read(&self) -> bool {
         self.memory.made_on_read.is_some()
     }

@@ -13,7 +13,7 @@
 //!
 //! # Invariants
 //! - The gradient in host memory has the bits that it would have had if it had left whole.
-//! - Rows count as zero only while nobody else has written to that memory.
+//! - Rows count as zero only until something else writes to that memory.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -352,9 +352,9 @@ mod tests {
         assert_eq!(write(Some(&[1, 6, 7]), &[], &[]), [9, 9, 9, 9, 0, 0]);
     }
 
-    /// What somebody else has written is not taken for zero, nor is what lands just now.
+    /// What another has written is not taken for zero, nor is what lands just now.
     #[test]
-    fn rows_are_known_until_somebody_writes() {
+    fn rows_are_known_until_another_writes() {
         let gradient = HostBuf::zeroed("gradient", 64).unwrap();
         let landed = LandedRows::default();
         assert_eq!(landed.take(&gradient), Some(Arc::default()), "zeros");
