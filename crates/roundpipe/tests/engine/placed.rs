@@ -205,6 +205,7 @@ impl Case {
             upload_bytes_per_s: self.upload_bytes_per_s,
             download_bytes_per_s: 1e15,
             updated_params_per_s: 1e9,
+            first_rows: None,
         })?;
         Ok(engine)
     }
