@@ -187,7 +187,7 @@ pub struct WorkerBudget {
 /// What a stage of a call needs of its worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StageNeeds {
-    /// Its weights; 0 where the device reads host memory in place.
+    /// Its weights; where the device reads host memory in place, those that are made when it does.
     pub weights: u64,
     /// What a task works in beside weights, values on their way out and the sums of gradients
     /// included.
@@ -314,7 +314,7 @@ impl CallNeeds {
 }
 
 impl WorkerBudget {
-    /// The budget of an arena. A worker that reads host memory in place needs no room for weights.
+    /// The budget of an arena. A worker that reads host memory in place has no share for weights.
     /// `kept` is what the user chose for activations that stay, if anything.
     pub fn new(arena: u64, reads_host: bool, kept: Option<u64>) -> Self {
         let share = |tenths: u64| arena / 10 * tenths + arena % 10 * tenths / 10;

@@ -23,7 +23,7 @@ const HARMLESS: u32 = 2;
 /// Plans that are made in search of them.
 const MOST_PLANS: usize = 24;
 /// The search begins no plan after so long: those of long rows and many microbatches take seconds each.
-const MOST_TIME: Duration = Duration::from_secs(20);
+const MOST_TIME: Duration = Duration::from_secs(60);
 
 /// What makes a run fit.
 #[derive(Debug, Clone, Serialize)]
@@ -84,13 +84,9 @@ pub fn ways_to_fit(subject: &Subject, settings: &Settings, machine: &Machine) ->
             continue;
         }
         planned += 1;
-        match predict(subject, &changed, machine) {
-            Ok(prediction) if prediction.lacks.is_empty() => {
-                let way = way(&changes, &chosen, &prediction);
-                ways.push((chosen, price, way));
-            }
-            Ok(_) | Err(Error::DoesNotFit(_) | Error::Usage(_)) => {}
-            Err(error) => return Err(error),
+        if let Some(prediction) = predict_fitting(subject, &changed, machine)? {
+            let way = way(&changes, &chosen, &prediction);
+            ways.push((chosen, price, way));
         }
     }
     if ways.is_empty() {
@@ -114,6 +110,9 @@ fn least_way(
     settings: &Settings,
     machine: &Machine,
 ) -> Result<Option<(Vec<usize>, u32, Way)>> {
+    if settings.batch == Some(1) {
+        return Ok(None);
+    }
     let mut changes = changes(subject, settings);
     changes.retain(|change| change.price <= HARMLESS);
     let apply = Box::new(|s: &mut Settings| {
@@ -129,17 +128,27 @@ fn least_way(
     });
     let mut least = settings.clone();
     changes.iter().for_each(|change| (change.apply)(&mut least));
-    if settings.batch == Some(1) || exceeds_machine(subject, &least, machine).unwrap_or(true) {
+    if exceeds_machine(subject, &least, machine).unwrap_or(true) {
         return Ok(None);
     }
-    match predict(subject, &least, machine) {
-        Ok(prediction) if prediction.lacks.is_empty() => {
-            let chosen: Vec<usize> = (0..changes.len()).collect();
-            let price = changes.iter().map(|change| change.price).sum();
-            let way = way(&changes, &chosen, &prediction);
-            Ok(Some((chosen, price, way)))
-        }
-        Ok(_) | Err(Error::DoesNotFit(_) | Error::Usage(_)) => Ok(None),
+    let prediction = predict_fitting(subject, &least, machine)?;
+    Ok(prediction.map(|prediction| {
+        let chosen: Vec<usize> = (0..changes.len()).collect();
+        let price = changes.iter().map(|change| change.price).sum();
+        let way = way(&changes, &chosen, &prediction);
+        (chosen, price, way)
+    }))
+}
+
+/// The prediction, if the run fits.
+fn predict_fitting(
+    subject: &Subject,
+    settings: &Settings,
+    machine: &Machine,
+) -> Result<Option<Prediction>> {
+    match predict(subject, settings, machine) {
+        Ok(prediction) => Ok(Some(prediction).filter(|found| found.lacks.is_empty())),
+        Err(Error::DoesNotFit(_) | Error::Usage(_)) => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -208,13 +208,12 @@ impl RowLanding {
         let all = &self.rows.all;
         let count = self.gradient.len() / self.row_bytes;
         let most = (CHUNK as usize / self.row_bytes).clamp(1, count);
-        let place = |row: usize| all.partition_point(|named| (*named as usize) < row);
         let starts = (0..count).step_by(most);
         let blocks = starts.map(|start| {
-            let end = count.min(start + most);
+            let places = start..count.min(start + most);
             Block {
-                places: start..end,
-                rows: place(start)..place(end),
+                rows: rows_at(all, &places),
+                places,
             }
         });
         blocks.collect()
@@ -252,7 +251,7 @@ impl RowLanding {
         let rows = RowsOfBlock {
             rows: &self.rows.all[block.rows.clone()],
             values,
-            before: before.map(|before| named(&before.all, &block.places)),
+            before: before.map(|before| &before.all[rows_at(&before.all, &block.places)]),
             row_bytes: self.row_bytes,
         };
         if !rows.changes_nothing() {
@@ -281,10 +280,10 @@ impl RowLanding {
     }
 }
 
-/// The rows that lie at `places`, of rows in ascending order.
-fn named<'a>(rows: &'a [u32], places: &Range<usize>) -> &'a [u32] {
-    let place = |row: usize| rows.partition_point(|named| (*named as usize) < row);
-    &rows[place(places.start)..place(places.end)]
+/// Which of `rows`, in ascending order, lie at `places`.
+fn rows_at(rows: &[u32], places: &Range<usize>) -> Range<usize> {
+    let first = |place: usize| rows.partition_point(|row| (*row as usize) < place);
+    first(places.start)..first(places.end)
 }
 
 /// What a block of a gradient becomes.
@@ -307,19 +306,19 @@ impl RowsOfBlock<'_> {
     fn write(&self, first: usize, part: &mut [u8]) {
         let size = self.row_bytes;
         let places = first..first + part.len() / size;
-        let rows = named(self.rows, &places);
+        let here = rows_at(self.rows, &places);
+        let rows = &self.rows[here.clone()];
         let place = |row: &u32| (*row as usize - first) * size;
         match self.before {
             None => part.fill(0),
             Some(before) => {
-                let gone = named(before, &places).iter();
+                let gone = before[rows_at(before, &places)].iter();
                 for row in gone.filter(|row| rows.binary_search(row).is_err()) {
                     part[place(row)..][..size].fill(0);
                 }
             }
         }
-        let skipped = self.rows.partition_point(|row| (*row as usize) < first);
-        let values = self.values[skipped * size..].chunks_exact(size);
+        let values = self.values[here.start * size..].chunks_exact(size);
         for (row, value) in rows.iter().zip(values) {
             part[place(row)..][..size].copy_from_slice(value);
         }
