@@ -352,12 +352,8 @@ impl Launcher {
     /// The sums of gradients, rounded to the type in which they are stored. This happens once per
     /// call: sums of several calls in a step start from the rounded ones.
     fn round_gradients(&self, task: &Task<'_>, loaded: LoadedLayers) -> Result<Vec<Gradient>> {
-        let mut layers: Vec<LoadedLayer> = loaded.0.into_values().collect();
-        // The order of a map differs from run to run, and rounding takes memory: the layout of the
-        // arena must not.
-        layers.sort_by_key(|layer| std::cmp::Reverse(layer.index));
         let mut gradients = Vec::new();
-        for LoadedLayer { index, sums, .. } in layers {
+        for LoadedLayer { index, sums, .. } in loaded.0.into_values().rev() {
             let stored = task.spec().model.store.layer(index);
             for (param, sum) in sums.into_iter().enumerate() {
                 let Some(sum) = sum else {

@@ -6,8 +6,8 @@
 //! is requested before the tasks of the job before it start; a layer's tensors are made when its
 //! first microbatch gets there, so that compute starts as soon as the first layer has landed.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -100,7 +100,7 @@ impl ResidentWeights {
 
 /// The layers of a job whose weights are on the worker.
 #[derive(Default)]
-pub(super) struct LoadedLayers(pub HashMap<usize, LoadedLayer>);
+pub(super) struct LoadedLayers(pub BTreeMap<usize, LoadedLayer>);
 
 impl Launcher {
     fn weight_source(
